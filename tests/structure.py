@@ -49,7 +49,7 @@ BOUNDS = {
     "names of several classes": 0,
     "files of engines/engine": 9,
     "lines of engines/engine": 2384,
-    "lines of the product": 75235,
+    "lines of the product": 75236,
     "lines of the tests": 64380,
 }
 
