@@ -95,7 +95,7 @@ class Forked:
 
 
 def limit_memory() -> None:
-    """Let this process allocate at most `MOST_BYTES` more than it has."""
+    """Limit this process to `MOST_BYTES` of memory beyond its present use."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5])  # of data and stack
     most = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

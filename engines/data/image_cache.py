@@ -80,7 +80,7 @@ class ImageCache:
             ) from error
 
     def fill(self, groups: Sequence[tuple[Image, ...]], world: World) -> None:
-        """Encode the images that are not in the folder yet, a part on each rank; every rank must take part.
+        """Encode the images that are not in the folder yet, a part on each rank. All ranks must call this.
 
         All images of a group get the size nearest to the first of them. An interrupted run continues where it stopped.
 

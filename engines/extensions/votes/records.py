@@ -2,8 +2,8 @@
 
     {"prompt", "image_0", "image_1", "label_0": 1, 0 or 0.5, "group", "size", "pair": [i, j], "voter", "time"}
 
-The first columns are those of Pick-a-Pic, so `fluvial train dpo` reads the folder as preferences. The others say which two
-images of which group were compared, by whom and when (UTC).
+The first columns are those of Pick-a-Pic, so `fluvial train dpo` reads the folder as preferences. The others name the
+group that the two images are of, who compared them, and when (UTC).
 """
 
 import fcntl
