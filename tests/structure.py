@@ -50,7 +50,7 @@ BOUNDS = {
     "files of engines/engine": 9,
     "lines of engines/engine": 2384,
     "lines of the product": 75236,
-    "lines of the tests": 64380,
+    "lines of the tests": 64387,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name

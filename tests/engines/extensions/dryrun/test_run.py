@@ -87,6 +87,13 @@ def test_a_copy_of_a_built_in_method_is_planned_and_tried_alike(name: str, monke
     assert same[0] == same[1]
 
 
+def test_text_encoders_are_repeated_on_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped: list[Any] = []
+    monkeypatch.setattr(PassRepeater, "wrap_text", lambda self, encode: wrapped.append(encode) or encode)
+    dry_run(adapter("sd3", tmp_path), ranks=1)
+    assert len(wrapped) == 1
+
+
 @pytest.mark.long
 def test_an_adversary_runs() -> None:
     """The network with the head, the images, and the gradient with respect to samples, on full weights of 8 ranks."""
