@@ -89,7 +89,12 @@ def test_a_copy_of_a_built_in_method_is_planned_and_tried_alike(name: str, monke
 
 def test_text_encoders_are_repeated_on_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped: list[Any] = []
-    monkeypatch.setattr(PassRepeater, "wrap_text", lambda self, encode: wrapped.append(encode) or encode)
+
+    def record(repeater: PassRepeater, encode: Any) -> Any:
+        wrapped.append(encode)
+        return encode
+
+    monkeypatch.setattr(PassRepeater, "wrap_text", record)
     dry_run(adapter("sd3", tmp_path), ranks=1)
     assert len(wrapped) == 1
 
