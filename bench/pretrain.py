@@ -28,7 +28,7 @@ from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.run_folder import write_json
-from fluvial.engines.sampling.generate import on_device, slots
+from fluvial.engines.sampling.generate import assign_slots, move_schedule
 from fluvial.engines.sampling.noising import add_noise
 from fluvial.engines.streams import Stream
 from fluvial.models import Cond, DiffusionModel, Prediction
@@ -162,7 +162,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 samples = fold_in(fold_in(keys, Stream.PRETRAIN_NOISE), torch.arange(config.batch))
                 cond = model.encode(model_inputs(chosen))
                 items = Noised(x0, normal(samples, x0.shape), compute_levels(u, model.prediction), cond)
-                ids, real = slots(config.batch, micro_batch=config.micro_batch, world=world)
+                ids, real = assign_slots(config.batch, micro_batch=config.micro_batch, world=world)
                 mine = torch.tensor(ids)
                 info = engine.update(
                     optree.tree_map(lambda tensor, mine=mine: tensor[mine].to(world.device), items),
@@ -177,7 +177,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
             result = evaluate(
                 job,
                 sampled,
-                schedule=on_device(model.schedule(10, job.shape), world.device),
+                schedule=move_schedule(model.schedule(10, job.shape), world.device),
                 samples=config.eval_samples,
                 micro_batch=config.micro_batch,
                 world=world,

@@ -46,7 +46,7 @@ from fluvial.engines.extensions.wire.response import read_response
 from fluvial.engines.gathered import layout
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
-from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, move_schedule
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.source import InProcess, RolloutSource
 from fluvial.models.handwriting.model import CONFIG
@@ -176,7 +176,7 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
     """Yield the row of each window; RunError if the server does not start, or its samples differ from this process's."""
     torch.set_num_threads(1)
     model, kept = TINY if config.tiny else SMALL, list[tuple[bytes, bytes]]()
-    module, schedule = model.build().eval(), on_device(model.schedule(STEPS), torch.device("cpu"))
+    module, schedule = model.build().eval(), move_schedule(model.schedule(STEPS), torch.device("cpu"))
     count, runs = config.samples, 1 if config.tiny else config.runs
     requests = Requests([Prompt("1")] * count, range(count), key(17))
 

@@ -17,7 +17,7 @@ from fluvial.engines.run.evaluation.table import as_records, format_tables, list
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.run_folder import without_infinities
 from fluvial.engines.run.record import CONVERTER
-from fluvial.engines.sampling.generate import on_device
+from fluvial.engines.sampling.generate import move_schedule
 from fluvial.engines.sampling.solvers import serving_solver
 
 # Fields of a run's evaluation whose flags have other names in this command.
@@ -76,7 +76,7 @@ def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
                     samples=config.samples,
                     seeds=config.seeds,
                     micro_batch=config.micro_batch,
-                    schedule=on_device(model.schedule(config.steps, shape), world.device),
+                    schedule=move_schedule(model.schedule(config.steps, shape), world.device),
                     world=world,
                     guidance=subjects.guidance,
                     solver=serving_solver(config.solver, model),

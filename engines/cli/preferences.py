@@ -26,7 +26,7 @@ from fluvial.engines.run.jobs.base import has_frames
 from fluvial.engines.run.jobs.pipeline import check_second_scale
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import add_adapter
-from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
+from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, move_schedule
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.advantages import weigh_rewards
 from fluvial.engines.scoring.gather import find_kept_samples
@@ -132,8 +132,8 @@ def _write(job: Job, module: nn.Module, prompts: Sequence[Prompt], config: Prefe
     """
     weighted = select(job.rewards, config.rewards, videos=has_frames(config.pipeline.frames, job.shape))
     device = find_default_device()
-    schedule = on_device(job.model.schedule(config.steps, job.shape), device)
-    tokens = TextLengths(job.model).of(config.guidance.texts(job.model, prompts))
+    schedule = move_schedule(job.model.schedule(config.steps, job.shape), device)
+    tokens = TextLengths(job.model).of(config.guidance.list_texts(job.model, prompts))
     sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)
     module, root, group = module.to(device).eval(), fold_in(key(config.seed), Stream.PREFERENCE_SAMPLES), config.group
     together, pairs = max(config.micro_batch // group, 1), list[Any]()

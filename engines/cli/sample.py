@@ -27,7 +27,7 @@ from fluvial.engines.run.jobs.pipeline import check_second_scale, is_adapter
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import add_adapter
 from fluvial.engines.run.log import images
-from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
+from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, move_schedule
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import score
 from fluvial.models import is_recorded
@@ -149,8 +149,8 @@ def _draw_sheet(
 ) -> images.Image.Image:
     """Return a sheet of samples per prompt, with their scores if the model has an evaluator."""
     model, repeated = job.model, [prompt for prompt in prompts for _ in range(config.each)]
-    schedule = on_device(model.schedule(config.steps, job.shape), find_default_device())
-    tokens = TextLengths(model).of(config.guidance.texts(model, repeated))
+    schedule = move_schedule(model.schedule(config.steps, job.shape), find_default_device())
+    tokens = TextLengths(model).of(config.guidance.list_texts(model, repeated))
     sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)
     requests = Requests(repeated, range(len(repeated)), key(config.seed))
     chunks = generate(model, module, requests, sampling, micro_batch=config.micro_batch)

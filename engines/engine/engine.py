@@ -125,15 +125,15 @@ class Engine:
         for parameter in self.trainable.values():  # now, so that checkpoints and offload see it
             self.optimizer.state[parameter] = self._rule.start(parameter, self.config)
         self.lr_factor = lr_factor(self.optimizer, self.config, updates=updates)
-        self.average = ema.init(self._local(torch.float32)) if self.config.ema_decay else {}
+        self.average = ema.init(self._list_shards(torch.float32)) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
-        self._scales = self.sharding.compute_dtype(self.world.device) == torch.float16
-        self.scale, self.steady = INITIAL_SCALE if self._scales else 1.0, 0  # loss scale; steps since it changed
+        self._scales_loss = self.sharding.compute_dtype(self.world.device) == torch.float16
+        self.scale, self.steady = INITIAL_SCALE if self._scales_loss else 1.0, 0  # loss scale; steps since it changed
         self.host = HostOffload(self.world.device)  # for optimizer state, average and gradients
         self.flops: dict[tuple[Any, ...], int] = {}  # of the model, per shapes of a micro-batch
         self._warned = False  # that eps exceeds the gradients
         self.stepping = False  # whether an optimizer step is in progress, so that the state belongs to no update
-        self._keeps = False  # whether parameters gathered for inference stay for the next update
+        self._keeps_gathered = False  # whether parameters gathered for inference stay for the next update
 
     def update(
         self,
@@ -169,13 +169,13 @@ class Engine:
             RunError: the gradient was not finite in `max_skipped` updates in a row.
         """
         options = {"count": count, "micro_batch": micro_batch, "pad_to": pad_to, "inputs": inputs, "parts": parts}
-        passes, diagnostics = self._passes(items, loss_fn, weight, **options)
-        self._run(passes)
+        passes, diagnostics = self._prepare_passes(items, loss_fn, weight, **options)
+        self._run_passes(passes)
         norm = self._unscale_gradients()
         packed = diagnostics.pack(self.world.peak_memory())[None]
         # One copy to the host per update, since each waits for the device; the norm is its last line.
         table = torch.cat([self.world.gather_data(packed), norm.to(packed).expand(1, packed.shape[1])]).tolist()
-        info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
+        info = self._apply_step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
         return info._replace(flops=diagnostics.flops)
 
     def accumulate(self, items: PyTree[Tensor], loss_fn: LossFn, weight: Tensor | None = None, **options: Any) -> None:
@@ -184,9 +184,9 @@ class Engine:
         The update must follow directly: a forward pass without gradient may run before both calls, but not between them.
         Arguments are as in `update`; diagnostics are dropped.
         """
-        self._run(self._passes(items, loss_fn, weight, **options)[0], last=False)
+        self._run_passes(self._prepare_passes(items, loss_fn, weight, **options)[0], last=False)
 
-    def _passes(
+    def _prepare_passes(
         self,
         items: PyTree[Tensor],
         loss_fn: LossFn,
@@ -238,9 +238,9 @@ class Engine:
         Gradients are reduced as in `update`: with grad_sync="last", only in the backward pass of the last loss. Each loss
         is a function that runs a forward pass and returns a scalar. Every rank passes equally many.
         """
-        self._run([lambda loss=loss: (loss() * self.scale).backward() for loss in losses])  # type: ignore[misc]
+        self._run_passes([lambda loss=loss: (loss() * self.scale).backward() for loss in losses])  # type: ignore[misc]
 
-    def _run(self, passes: Sequence[Callable[[], None]], *, last: bool = True) -> None:
+    def _run_passes(self, passes: Sequence[Callable[[], None]], *, last: bool = True) -> None:
         """Run forward and backward passes; with `last`, the final one reduces gradients."""
         self._check_onloaded()
         with self.sharded.train():
@@ -255,7 +255,7 @@ class Engine:
         """Take an optimizer step with the gradients that `backward` added, and clear them."""
         self._check_onloaded()
         norm = self._unscale_gradients()
-        return self._step(Numbers(math.nan, 0, {}, {}, None, ()), grad_norm=float(norm), norm=norm)
+        return self._apply_step(Numbers(math.nan, 0, {}, {}, None, ()), grad_norm=float(norm), norm=norm)
 
     def _unscale_gradients(self) -> Tensor:
         """Divide the gradients by the loss scale, and return their norm over all parameters and ranks."""
@@ -281,7 +281,7 @@ class Engine:
             yield
         self.flops[shapes] = counter.model
 
-    def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
+    def _apply_step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
         """Step the optimizer if the gradient is finite. `norm` clips on the device; `grad_norm` is its value on the host."""
         lr, skip = self.config.lr * self.lr_factor(self.updates), not math.isfinite(grad_norm)
         self.stepping = True
@@ -311,12 +311,12 @@ class Engine:
     def _adapt_scale(self, *, overflows: bool) -> None:
         """Halve the loss scale, to 1 at least, after an overflow; double it after `GROWTH_INTERVAL` steps without one."""
         self.steady = 0 if overflows else self.steady + 1
-        if self._scales and overflows:
+        if self._scales_loss and overflows:
             self.scale = max(self.scale / 2, 1.0)
             if self.world.is_main:
                 message = f"update {self.updates + 1}: the gradient overflowed, so its step is skipped; the loss scale is"
                 warnings.warn(f"{message} {self.scale:g} now", stacklevel=4)
-        elif self._scales and self.steady == GROWTH_INTERVAL:
+        elif self._scales_loss and self.steady == GROWTH_INTERVAL:
             self.scale, self.steady = 2 * self.scale, 0
 
     def _update_average(self) -> None:
@@ -326,7 +326,7 @@ class Engine:
             decay = ema.warm_up_decay(decay, self.updates) if self.config.ema_warmup else decay
             with torch.no_grad():
                 self.average = ema.update(
-                    self.average, self._local(torch.float32), decay**self.config.ema_repeats
+                    self.average, self._list_shards(torch.float32), decay**self.config.ema_repeats
                 )  # equals this many updates
 
     def _check_optimizer(self) -> None:
@@ -347,14 +347,14 @@ class Engine:
         if average and self.average:
             self._check_onloaded()
             self.sharded.reshard()  # the average is written to the shards
-            weights = ema.init(self._local())
-            self._write_local(self.average)
+            weights = ema.init(self._list_shards())
+            self._write_shards(self.average)
         try:
-            with self.sharded.inference(keep=self._keeps and not weights) as module:
+            with self.sharded.inference(keep=self._keeps_gathered and not weights) as module:
                 yield module
         finally:
             if weights:
-                self._write_local(weights)
+                self._write_shards(weights)
 
     @contextmanager
     def gathered_once(self) -> Iterator[None]:
@@ -363,11 +363,11 @@ class Engine:
         With comm="keep", parameters that `inference` gathers stay until the update's last backward pass or the end of the
         context. Shards must not be written in between. With comm="reshard" it has no effect.
         """
-        before, self._keeps = self._keeps, self.sharding.comm == "keep"
+        before, self._keeps_gathered = self._keeps_gathered, self.sharding.comm == "keep"
         try:
             yield
         finally:
-            self._keeps = before
+            self._keeps_gathered = before
             self.sharded.reshard()
 
     def offload(self, *, parameters: bool = True) -> None:
@@ -375,7 +375,7 @@ class Engine:
 
         With parameters=False they stay on the device, and the module can still sample.
         """
-        moments = [tensor for name in self.trainable for tensor in self._moments(name).values()]
+        moments = [tensor for name in self.trainable for tensor in self._list_moments(name).values()]
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
         self.host.offload(local(tensor) for tensor in [*moments, *gradients, *self.average.values()])
         if parameters:
@@ -416,7 +416,7 @@ class Engine:
         state: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
             state[f"weight.{name}"] = parameter.detach()
-            state.update((f"{key}.{name}", tensor) for key, tensor in self._moments(name).items())
+            state.update((f"{key}.{name}", tensor) for key, tensor in self._list_moments(name).items())
             if name in self.average:
                 state[f"average.{name}"] = shard_like(parameter, self.average[name])
         for name, parameter in self.carried.items():
@@ -429,7 +429,7 @@ class Engine:
         They are the number of updates, of skipped ones and of those skipped since the last step, the loss scale, and the
         FLOPs counted per rank.
         """
-        names = ("updates", "skipped", "skipped_in_a_row", *(("scale", "steady") if self._scales else ()))
+        names = ("updates", "skipped", "skipped_in_a_row", *(("scale", "steady") if self._scales_loss else ()))
         counters = {name: getattr(self, name) for name in names}
         return counters | ({"flops": self.world.gather_items([*self.flops.items()])} if self.compiles else {})
 
@@ -452,16 +452,16 @@ class Engine:
                 if "step" in self.optimizer.state[parameter]:  # a skipped update is no step of the optimizer
                     self.optimizer.state[parameter]["step"].fill_(self.updates - self.skipped)
 
-    def _moments(self, name: str) -> dict[str, Tensor]:
+    def _list_moments(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a parameter's optimizer state, without the step count."""
         parameter = self.trainable[name]
         return list_saved(self.optimizer.state[parameter], self._rule.buffers(tuple(parameter.shape), self.config))
 
-    def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def _list_shards(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters, cast to `dtype` if it is set."""
         shards = {name: local(parameter).detach() for name, parameter in self.trainable.items()}
         return shards if dtype is None else {name: shard.to(dtype) for name, shard in shards.items()}
 
-    def _write_local(self, shards: dict[str, Tensor]) -> None:
-        for name, shard in self._local().items():
+    def _write_shards(self, shards: dict[str, Tensor]) -> None:
+        for name, shard in self._list_shards().items():
             shard.copy_(shards[name])

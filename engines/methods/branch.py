@@ -55,4 +55,4 @@ class BranchGrpo(Grpo, name="branchgrpo"):
         edges = edge_advantages(grades.reward, edge, batch.group, eps=self.advantage.eps, ddof=self.advantage.ddof)
         advantage, once = clip_advantages(edges.advantage, self.advantage), edges.first.to(grades.keep.dtype)
         run.log(advantage=advantage[edges.first])
-        yield from self.climb(run, batch, key, grades._replace(advantage=advantage, keep=once))
+        yield from self.optimize(run, batch, key, grades._replace(advantage=advantage, keep=once))

@@ -52,7 +52,7 @@ class DenseGrpo(Grpo, name="densegrpo"):
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Score every recorded step by the ODE from it, then optimize the surrogate with each step's gain."""
         batch, rewards = score_steps(run, batch)
-        yield from self.climb(run, batch, key, run.grade(batch, self.advantage, self.gains(rewards)))
+        yield from self.optimize(run, batch, key, run.grade(batch, self.advantage, self.gains(rewards)))
 
     def gains(self, rewards: Tensor) -> Tensor:
         """Return each step's reward, `[N, S]`, given the rewards before and after the steps, `[N, S+1]`."""

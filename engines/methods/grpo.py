@@ -53,9 +53,9 @@ class PolicyGradient(Method):
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Compute the advantages of a collected batch, and take optimizer steps on the surrogate loss."""
-        yield from self.climb(run, batch, key, run.grade(batch, self.advantage))
+        yield from self.optimize(run, batch, key, run.grade(batch, self.advantage))
 
-    def climb(self, run: "Run", batch: "Batch", key: Key, grades: Grades) -> "Iterator[UpdateInfo]":
+    def optimize(self, run: "Run", batch: "Batch", key: Key, grades: Grades) -> "Iterator[UpdateInfo]":
         """Take optimizer steps on the loss of the recorded steps, for advantages that are already computed."""
         has_kl = bool(self.networks())  # without a KL, a step with advantage 0 has no gradient and is skipped
         steps = run.record_steps(batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=not has_kl)

@@ -43,7 +43,7 @@ from fluvial.engines.run.sampler import RolloutSampler
 from fluvial.engines.run.saving import describe_machine, read_micro_batch
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import Schedules, ScoutedGroups
-from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.generate import Guidance, move_schedule
 from fluvial.engines.sampling.noising import knows_its_schedule_only
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.source import Copy
@@ -166,7 +166,7 @@ def build_parts(
         check_loss = with_checked_loss(config.method)
         run = Run(config, job, networks, sampler, rewards, runners, memory, pairs=pairs, stop=stop, check_loss=check_loss)
         ahead = None if copy is None else RolloutPrefetcher(run, copy)
-        evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, evaluated.shape), world.device)
+        evaluation_schedule = move_schedule(job.model.schedule(config.evaluation_steps, evaluated.shape), world.device)
         stack.pop_all()
     return RunParts(run, ahead, evaluated, schedule, evaluation_schedule, choices, base)
 

@@ -21,7 +21,7 @@ from fluvial.engines.run.prefetch import RolloutPrefetcher
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.saving import Progress
 from fluvial.engines.sampling.batch import Batch
-from fluvial.engines.sampling.generate import diversity
+from fluvial.engines.sampling.generate import measure_diversity
 from fluvial.engines.scoring.gather import AbandonedRolloutError
 from fluvial.engines.waits import wait_for
 
@@ -87,7 +87,7 @@ class Loop:
             batch = self.run.score(batch)
             if batch.thumbnails is not None and batch.spec.group > 1:
                 of_all = self.run.world.gather_data(batch.thumbnails)[: batch.share.batch]
-                self.run.notes["diversity"] = diversity(of_all, batch.spec.group)
+                self.run.notes["diversity"] = measure_diversity(of_all, batch.spec.group)
             if self.ahead is not None:
                 self.run.notes["staleness"] = {str(self.engine.updates - batch.version): batch.share.batch}
         with self.enter_phase(seconds, "update"):

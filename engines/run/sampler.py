@@ -29,9 +29,9 @@ from fluvial.engines.sampling.generate import (
     Sampling,
     SharedPrefix,
     StochasticSteps,
+    assign_slots,
     join_batches,
-    slots,
-    thumbnails,
+    shrink_images,
 )
 from fluvial.engines.sampling.handshake import Handshake, ServedStep, check, differences, pick_served_steps
 from fluvial.engines.sampling.items import Share
@@ -231,11 +231,11 @@ class RolloutSampler:
             starts: index of each sample's initial noise, by default the sample's or its group's.
         """
         settings, sizes = self.method.sampling if draft is None else draft, self.job.sizes
-        ids, real = slots(settings.batch, micro_batch=self.config.samples_per_pass, world=self.world)
+        ids, real = assign_slots(settings.batch, micro_batch=self.config.samples_per_pass, world=self.world)
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
         prompts = [asked[i * len(asked) // settings.batch] for i in ids]
         size = draw_size(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
-        padding = self.texts.padding([*settings.guidance.texts(self.job.model, prompts), *self._negative])
+        padding = self.texts.padding([*settings.guidance.list_texts(self.job.model, prompts), *self._negative])
         trunk = settings.window.trunk(settings.steps, settings.group)
         initial_ids = [i // trunk for i in ids] if settings.shared_noise or settings.window.shares_start else None
         initial_ids = initial_ids if starts is None else [starts[i] for i in ids]
@@ -280,7 +280,9 @@ class RolloutSampler:
         requests = Requests(rank_prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
         padding, sampling = spec.padding, spec.sampling
         if padding is not None:
-            wider = self.texts.padding([*self.method.sampling.guidance.texts(self.job.model, rank_prompts), *self._negative])
+            wider = self.texts.padding(
+                [*self.method.sampling.guidance.list_texts(self.job.model, rank_prompts), *self._negative]
+            )
             assert wider is not None
             padding = max(padding, wider, key=lambda each: each.tokens)
             sampling = replace(sampling, text_tokens=padding.tokens)
@@ -301,7 +303,7 @@ class RolloutSampler:
                 seen(chunk)
                 numbers = spec.numbers[size * len(parts) :][: len(chunk.prompts)]
                 rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, numbers)  # frees the images
-                parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
+                parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, shrink_images(chunk.images)))
         return join_batches(parts)
 
     def read_pairs(self, root: Key, updates: int) -> tuple[list[Preference], Size | None]:
@@ -332,7 +334,7 @@ class RolloutSampler:
         share = Share(self.world.data_rank * slots, slots, real)
         indices = [(share.first + slot) % len(chosen) for slot in range(slots)]
         prompts, ids = [chosen[index].prompt for index in indices], [numbers[index] for index in indices]
-        padding = self.texts.padding(sampling.guidance.texts(self.job.model, prompts))
+        padding = self.texts.padding(sampling.guidance.list_texts(self.job.model, prompts))
         padded = replace(sampling, text_tokens=None if padding is None else padding.tokens)
         both = [
             to_device(torch.stack([getattr(chosen[index], side) for index in indices]), device) for side in ("win", "lose")
@@ -385,7 +387,7 @@ class RolloutSampler:
             keys = fold_in(root, Stream.WINDOW), fold_in(first, Stream.WINDOW)
             stochastic = StochasticSteps(
                 sampler,
-                settings.window.steps_of(*keys, done=done, steps=settings.steps, group=settings.group),
+                settings.window.choose_steps(*keys, done=done, steps=settings.steps, group=settings.group),
                 record=record is not None,
                 form="density" if record is None else record.form,
                 reduction="mean" if record is None else record.reduction,
@@ -394,7 +396,7 @@ class RolloutSampler:
                 noise=settings.window.noise_of(),
             )
             if settings.window.share_prefix:  # the samples of a group share the steps before every window of the rollout
-                prefix = SharedPrefix(settings.window.count_shared_steps(stochastic.steps_of([0])), group)
+                prefix = SharedPrefix(settings.window.count_shared_steps(stochastic.choose_steps([0])), group)
         graphs = config.engine.compile == "reduce-overhead"  # a graph holds no results of earlier passes
         # Layers inside compiled or skipped blocks cannot be replaced.
         whole_blocks = self.engine.compiles or isinstance(rollout.step_cache, FirstBlockCache)

@@ -17,7 +17,7 @@ from fluvial.core.transitions import SAMPLERS, Sampler
 from fluvial.engines import plugins
 from fluvial.engines.choices import check_variant, refuse_unused
 from fluvial.engines.errors import UsageError, no_effect
-from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.generate import Guidance, move_schedule
 from fluvial.engines.sampling.samplers import Ode, SamplerChoice, Stochastic, isolate
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.sampling.tail import NO_TAIL
@@ -388,6 +388,6 @@ class Schedules:
     def of(self, shape: tuple[int, ...]) -> tuple[Schedule, Sampler]:
         """Return the schedule for a sample shape, with timesteps on the device, and the sampler bound to its levels."""
         if shape not in self._known:
-            schedule = on_device(self.model.schedule(self.sampling.steps, shape), self.device)
+            schedule = move_schedule(self.model.schedule(self.sampling.steps, shape), self.device)
             self._known[shape] = schedule, self.sampling.bound_sampler(schedule.levels, self.model.prediction)
         return self._known[shape]

@@ -89,7 +89,7 @@ class Guidance:
         unconditional = trim(model, model.encode(self._list_negatives(prompts)), tokens)
         return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
 
-    def texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[Any]:
+    def list_texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[Any]:
         """Return the texts that `encode` encodes: prompts, and with guidance each one's negative prompt, with images."""
         return [*model_inputs(prompts), *(self._list_negatives(prompts) if self.is_guided(model) else ())]
 
@@ -113,17 +113,17 @@ class Slots(NamedTuple):
     real: list[bool]
 
 
-def slots(samples: int, *, micro_batch: int, world: World) -> Slots:
+def assign_slots(samples: int, *, micro_batch: int, world: World) -> Slots:
     """Return this rank's slots of a batch, equally many on every rank.
 
     Gathered over the ranks, the ids are 0, 1, ..., followed by the repeats.
     """
-    share = samples_per_rank(samples, micro_batch=micro_batch, ranks=world.data_size)
+    share = count_samples_per_rank(samples, micro_batch=micro_batch, ranks=world.data_size)
     mine = range(world.data_rank * share, (world.data_rank + 1) * share)
     return Slots([slot % samples for slot in mine], [slot < samples for slot in mine])
 
 
-def samples_per_rank(samples: int, *, micro_batch: int, ranks: int) -> int:
+def count_samples_per_rank(samples: int, *, micro_batch: int, ranks: int) -> int:
     """Return the number of samples that each of `ranks` ranks computes for a batch: whole chunks, repeats included."""
     return -(-samples // (micro_batch * ranks)) * micro_batch
 
@@ -153,11 +153,11 @@ class StochasticSteps:
     implementation: Implementation = "auto"
     noise: NoiseOf | None = None
 
-    def steps_of(self, ids: Sequence[int]) -> Steps:
+    def choose_steps(self, ids: Sequence[int]) -> Steps:
         """Return the stochastic steps of the samples that are generated together."""
         return self.window(ids) if callable(self.window) else self.window
 
-    def kernel(self, x: Tensor) -> DrawAndScore | None:
+    def choose_kernel(self, x: Tensor) -> DrawAndScore | None:
         """Return the kernel that draws and scores a recorded step of samples like x; None for the reference."""
         if resolve("rollout", self.implementation, [x]) == "reference":
             return None
@@ -258,13 +258,13 @@ class SampleBatch(NamedTuple):
     thumbnails: Tensor | None  # [B, D] small flattened images, to compare samples with; None for given data
 
 
-def thumbnails(images: Tensor) -> Tensor:
+def shrink_images(images: Tensor) -> Tensor:
     """Return images `[B, C, H, W]` averaged to at most 32 pixels a side and flattened, `[B, D]`."""
     height, width = (min(side, SIDE) for side in images.shape[-2:])
     return torch.nn.functional.adaptive_avg_pool2d(images.flatten(1, -3).float(), (height, width)).flatten(1)
 
 
-def diversity(thumbnails: Tensor, group: int) -> float:
+def measure_diversity(thumbnails: Tensor, group: int) -> float:
     """Return the mean over all groups of the root-mean-square distance between two samples of a group.
 
     It falls when a policy draws the same image again and again, as under reward hacking. Compare it within a run, where the
@@ -290,7 +290,7 @@ def join_batches(parts: Sequence[SampleBatch]) -> SampleBatch:
     )
 
 
-def on_device(schedule: Schedule, device: torch.device) -> Schedule:
+def move_schedule(schedule: Schedule, device: torch.device) -> Schedule:
     """Return a schedule with its timesteps on a device; the levels stay on the host."""
     return Schedule(schedule.levels.cpu(), to_device(schedule.timesteps, device))
 
@@ -312,7 +312,7 @@ def generate(
         sampling = replace(sampling, schedule=sa_schedule(sampling.schedule))
     graph = GraphedPass() if sampling.graphs else None
     prefix_ends = (
-        _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
+        _sample_prefixes(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
     )
     for start in count_parts("sampling", range(0, len(requests.ids), micro_batch), micro_batch, len(requests.ids)):
         part = slice(start, start + micro_batch)
@@ -324,12 +324,12 @@ def generate(
                 initial_keys = keys
                 if requests.initial_ids is not None:
                     initial_keys = fold_in(key, to_device(torch.tensor(list(requests.initial_ids[part])), device))
-                x = _initial(initial_keys, sampling)
+                x = _draw_initial(initial_keys, sampling)
             else:
                 assert requests.initial_ids is not None
                 x = torch.stack([prefix_ends[group] for group in requests.initial_ids[part]])
-            window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
-            velocity = prediction_of(model, module, cond, sampling, exact=window, graph=graph)
+            window = () if sampling.stochastic is None else sampling.stochastic.choose_steps(ids)
+            velocity = build_velocity(model, module, cond, sampling, exact=window, graph=graph)
             step_keys = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
                 trajectory, tail_estimate = _unroll(velocity, x, step_keys, sampling, model.prediction, window, (key, ids))
@@ -339,7 +339,7 @@ def generate(
             if tail_estimate is not None:  # steps after the window remain
                 tail = sampling.after
                 rest = after_schedule(sampling.schedule, tail_estimate.step + 1, tail.fraction, tail.least)
-                velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest), graph=graph)
+                velocity = build_velocity(model, module, cond, replace(sampling, schedule=rest), graph=graph)
                 x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=tail_estimate)
                 trajectory = trajectory._replace(final=x)
             images = decode_samples(model, trajectory.final, model_inputs(prompts))
@@ -380,20 +380,20 @@ def finish(
         index = to_device(torch.arange(len(x))[part], x.device)
         cond = optree.tree_map(lambda table, index=index: host_values.select_rows(table, index), made.cond)
         with torch.no_grad():
-            velocity = prediction_of(model, module, cond, sampling)
-            table = _plan(x[part], sampling, model.prediction, (), left)
+            velocity = build_velocity(model, module, cond, sampling)
+            table = _plan_steps(x[part], sampling, model.prediction, (), left)
             trajectory = scan(velocity, x[part], table, requests.key)
             images = decode_samples(model, trajectory.final, model_inputs(made.prompts[part]))
         yield Chunk(made.prompts[part], cond, trajectory, images)
 
 
-def _initial(keys: Key, sampling: Sampling) -> Tensor:
+def _draw_initial(keys: Key, sampling: Sampling) -> Tensor:
     """Return the initial noise of samples from a key of each, `[B, *shape]`."""
     assert isinstance(keys.low, Tensor)
     return normal(fold_in(keys, Stream.INITIAL), (len(keys.low), *sampling.shape))
 
 
-def _starts(
+def _sample_prefixes(
     model: DiffusionModel, module: nn.Module, requests: Requests, sampling: Sampling, *, micro_batch: int
 ) -> dict[int, Tensor]:
     """Return each group's sample before the window, by the id of its initial noise.
@@ -413,13 +413,14 @@ def _starts(
         cond = sampling.encode(model, [prompt_of[group] for group in filled])
         keys = fold_in(requests.key, to_device(torch.tensor(filled), device))
         with torch.no_grad():
-            x, velocity = _initial(keys, sampling), prediction_of(model, module, cond, sampling)
-            trajectory = scan(velocity, x, _plan(x, sampling, model.prediction, (), steps), fold_in(keys, Stream.STEPS))
+            x, velocity = _draw_initial(keys, sampling), build_velocity(model, module, cond, sampling)
+            step_plan = _plan_steps(x, sampling, model.prediction, (), steps)
+            trajectory = scan(velocity, x, step_plan, fold_in(keys, Stream.STEPS))
         starts.update(zip(part, trajectory.final, strict=False))
     return starts
 
 
-def prediction_of(
+def build_velocity(
     model: DiffusionModel,
     module: nn.Module,
     cond: Cond,
@@ -458,7 +459,7 @@ def prediction_of(
     return velocity
 
 
-def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> StepPlan:
+def _plan_steps(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> StepPlan:
     """Return the table of a part of the schedule, stochastic at the steps of the window."""
     deterministic, stochastic = deterministic_step(prediction), sampling.stochastic
     transition, record = deterministic, Record(steps=())
@@ -491,8 +492,8 @@ def _unroll(
         hint = "the pieces of a sample have noise levels of their own"
         raise UsageError("sampling.window.tail", sampling.after.solver, "a tail as all other steps", hint)
     first = 0 if sampling.prefix is None else sampling.prefix.steps
-    step_plan = _plan(x, sampling, prediction, window, range(first, stop))
-    draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)
+    step_plan = _plan_steps(x, sampling, prediction, window, range(first, stop))
+    draw = None if sampling.stochastic is None else sampling.stochastic.choose_kernel(x)
     if sampling.stochastic is None or sampling.stochastic.noise is None:
         steps = unroll(velocity, x, step_plan, keys, draw=draw)
     else:
@@ -528,7 +529,7 @@ def _unroll_tree(
     If the recorded candidate is not the one that sampling continues from (SPO), x_next is drawn again for that one.
     """
 
-    def keys_of(ids: Sequence[int]) -> Key:
+    def fold_keys(ids: Sequence[int]) -> Key:
         return fold_in(fold_in(key, to_device(torch.tensor(list(ids)), x.device)), Stream.STEPS)
 
     for taken, part in groupby(step_plan.steps, key=lambda step: noise(ids, step)):
@@ -538,9 +539,9 @@ def _unroll_tree(
             some_steps = step_plan._replace(steps=range(group[0], group[-1] + 1))
             # Without the fused kernel, so that the candidate that goes on equals its recorded copy bit for bit.
             kernel = None if is_candidate else draw
-            for step in unroll(velocity, x, some_steps, keys_of(taken.recorded), draw=kernel):
+            for step in unroll(velocity, x, some_steps, fold_keys(taken.recorded), draw=kernel):
                 yield step
                 x = step.x_next
             if is_candidate:
-                z = normal(fold_in(keys_of(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
+                z = normal(fold_in(fold_keys(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
                 x = gaussian.sample(step_plan.transition(step.t), step.x, step.v, z)

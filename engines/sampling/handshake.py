@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fluvial.core.checks import first_block
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError
-from fluvial.engines.sampling.generate import Chunk, Sampling, prediction_of
+from fluvial.engines.sampling.generate import Chunk, Sampling, build_velocity
 from fluvial.kernels import step_log_prob
 from fluvial.models import DiffusionModel
 from fluvial.models.guidance import guided_velocity
@@ -81,7 +81,7 @@ def compare(
     differences: dict[int, float] = {}
     stochastic = sampling.stochastic
     if stochastic is not None and trajectory.log_prob.shape[1]:
-        velocity, levels = prediction_of(model, module, chunk.cond, sampling), levels.to(timesteps.device)
+        velocity, levels = build_velocity(model, module, chunk.cond, sampling), levels.to(timesteps.device)
         for place, steps in enumerate(trajectory.steps.unbind(1)):
             x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
             for step in steps.unique().tolist():

@@ -135,7 +135,7 @@ class _Drawn(_Range):
     place: ClassVar[Callable[..., Collection[int]]]
     size: int
 
-    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+    def choose_steps(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
         """Return the stochastic steps as a function of sample ids, see `Window`."""
         low, high = self.range(steps)
         shared = self.place(key, steps, self.size, low, high)
@@ -168,7 +168,7 @@ class AllSteps(_Range):
         low, high = self.range(steps)
         return high - low
 
-    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+    def choose_steps(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
         """Return the stochastic steps as a function of sample ids, see `Window`."""
         every = range(*self.range(steps))
         return lambda ids: every
@@ -255,7 +255,7 @@ class MovingWindow(_Range):
         if self.places(steps) == 1:
             raise UsageError("sampling.window", self.kind, "all", "it covers its whole range and cannot move")
 
-    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+    def choose_steps(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
         """Return the stochastic steps as a function of sample ids, see `Window`."""
         low, high = self.range(steps)
         moves = {"every": self.every, "stride": self.stride, "decay_from": self.decay_from}
@@ -309,7 +309,7 @@ class Branches(_Tree):
         """Return the number of consecutive samples that are the leaves of one tree."""
         return self.samples * self.places(steps)
 
-    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+    def choose_steps(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
         """Return the stochastic steps as a function of sample ids, see `Window`."""
         places, window = self.places(steps), torch.arange(self.low, self.low + self.size)
         return lambda ids: torch.tensor([i // self.samples % places for i in ids])[:, None] + window
@@ -326,7 +326,7 @@ class _NoisyTree(_Tree):
         """Return the range of the stochastic steps, [0, high)."""
         return 0, steps if self.high is None else self.high
 
-    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+    def choose_steps(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
         """Return the stochastic steps as a function of sample ids, see `Window`."""
         every = range(*self.range(steps))
         return lambda ids: every
@@ -425,7 +425,7 @@ class Candidates(_NoisyTree):
         return noise
 
 
-# `window.steps_of(key, run, done=, steps=, group=)` returns the stochastic steps as a function of sample ids (`StepsOf`):
+# `window.choose_steps(key, run, done=, steps=, group=)` returns the stochastic steps as a function of sample ids:
 #   key    key of the rollout's windows
 #   run    key of windows that are drawn once per run
 #   done   number of rollouts so far

@@ -32,7 +32,7 @@ from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import init_world
-from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, StochasticSteps, generate, on_device
+from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, StochasticSteps, generate, move_schedule
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
@@ -109,7 +109,7 @@ def test_operations_and_host_reads_per_sample_and_step() -> None:
         module = case.size.build("full", world.device)
         add_lora(module, LoraConfig(), SD3.lora_targets)
         engine = Engine(module, MODEL.blocks(module), OPTIMIZER, world, updates=100)
-        rollout, schedule = make_rollout(engine, case, world), on_device(MODEL.schedule(STEPS), world.device)
+        rollout, schedule = make_rollout(engine, case, world), move_schedule(MODEL.schedule(STEPS), world.device)
         stochastic = StochasticSteps(bind("flow_sde", ETA, schedule.levels), range(STEPS))
         settings = Sampling(case.size.event, schedule, Guidance(SCALE), stochastic=stochastic)
         with HostReads() as encoding:  # reads on the host, before anything is on the device

@@ -30,7 +30,7 @@ from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.request import write_request
 from fluvial.engines.extensions.wire.response import Kind, ServerInfo
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig
-from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, prediction_of
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, build_velocity
 from fluvial.engines.sampling.handshake import Handshake, compare
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.source import Behaviour, Copy, Holder, RolloutSource
@@ -218,7 +218,7 @@ class RemoteSource(RolloutSource):
         def predict(x: Tensor) -> Tensor:
             parts = []
             with behaviour() as module, torch.no_grad():
-                velocity = prediction_of(self.model, module, cond, sampling)
+                velocity = build_velocity(self.model, module, cond, sampling)
                 for number, step in enumerate(window):
                     level = levels[step].expand(count, *levels.shape[1:]).contiguous()
                     parts.append(velocity(x[:, number].to(device), level, step))

@@ -107,7 +107,7 @@ class RequestBuilder:
         stochastic, levels = sampling.stochastic, sampling.schedule.levels
         if stochastic is None:
             return [()] * len(ids), [()] * len(ids)
-        window, deterministic = stochastic.steps_of(ids), deterministic_step(self.prediction)
+        window, deterministic = stochastic.choose_steps(ids), deterministic_step(self.prediction)
         record = Record(steps=None if len(window) and stochastic.record else (), form=stochastic.form)
         table = plan(
             levels, stochastic.transition, batch=len(ids), window=window, deterministic=deterministic, record=record

@@ -313,7 +313,7 @@ def _to_json_numbers(tensor: Tensor) -> list[Any]:
 def _list_windows(requests: Requests, sampling: Sampling, part: slice) -> list[list[int]]:
     """List the stochastic steps of each sample of a chunk."""
     ids = requests.ids[part]
-    steps = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
+    steps = () if sampling.stochastic is None else sampling.stochastic.choose_steps(ids)
     return steps.tolist() if isinstance(steps, Tensor) else [sorted(steps)] * len(ids)
 
 

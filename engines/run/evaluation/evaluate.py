@@ -10,7 +10,7 @@ from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.data.records import Prompt, Split, model_inputs, split_scores
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.run.jobs.base import Job
-from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
+from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, assign_slots, generate
 from fluvial.engines.sampling.solvers import Solver
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.gather import check_scores
@@ -132,7 +132,7 @@ def evaluate(
         plan = plan_every_prompt(len(job.heldout), seeds, samples)
     total, prompts = len(plan.ids), [job.heldout[index] for index in plan.prompts]
     micro_batch = find_chunk_size(total, micro_batch)
-    mine, real = slots(total, micro_batch=micro_batch, world=world)
+    mine, real = assign_slots(total, micro_batch=micro_batch, world=world)
     requests = Requests(
         [prompts[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)
     )
@@ -140,7 +140,7 @@ def evaluate(
     runners = [RewardRunner(evaluator, label=f"evaluator {name!r}") for name, evaluator in job.evaluators.items()]
     show = min(show, total)
     try:
-        tokens = TextLengths(job.model, world).of(guidance.texts(job.model, requests.prompts))
+        tokens = TextLengths(job.model, world).of(guidance.list_texts(job.model, requests.prompts))
         sampling = Sampling(job.shape, schedule, guidance, solver, text_tokens=tokens)
         chunks = generate(job.model, module, requests, sampling, micro_batch=micro_batch)
         for number, chunk in enumerate(chunks):

@@ -104,7 +104,7 @@ def list_texts(job: Job, evaluated: Job, guidance: Guidance) -> Sequence[Any]:
     The list is computed when it is first read, because most jobs with many prompts never read it.
     """
     return _LazyTexts(
-        lambda: list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *evaluated.heldout])))
+        lambda: list(dict.fromkeys(guidance.list_texts(job.model, [*job.prompts, *job.heldout, *evaluated.heldout])))
     )
 
 

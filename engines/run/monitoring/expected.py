@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.method import RecordedRows
-from fluvial.engines.sampling.generate import samples_per_rank
+from fluvial.engines.sampling.generate import count_samples_per_rank
 
 BACKWARD = 3  # time of a forward and a backward pass, in forward passes
 
@@ -67,7 +67,7 @@ def describe_spread(config: TrainConfig, engine: Engine) -> Iterator[str]:
     if world.size > 1 and engine.sharded.is_whole:
         yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
     ranks = world.data_size
-    computed = {other: ranks * samples_per_rank(batch, micro_batch=other, ranks=ranks) for other in range(1, size + 1)}
+    computed = {other: ranks * count_samples_per_rank(batch, micro_batch=other, ranks=ranks) for other in range(1, size + 1)}
     better = min(computed, key=lambda other: (computed[other], -other))
     repeats, fewer = computed[size] - batch, computed[better] - batch
     if config.makes_samples and fewer < repeats:

@@ -30,7 +30,7 @@ from fluvial.engines.run.passes import micro_batch, probe
 from fluvial.engines.run.passes.micro_batch import WarmUp
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.generate import slots
+from fluvial.engines.sampling.generate import assign_slots
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
@@ -57,7 +57,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
     world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
     engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
     said = list(expected.describe_spread(config, engine))
-    sizes = {s: ranks * len(slots(batch, micro_batch=s, world=world).ids) for s in range(1, size + 1)}  # type: ignore[arg-type]
+    sizes = {s: ranks * len(assign_slots(batch, micro_batch=s, world=world).ids) for s in range(1, size + 1)}  # type: ignore[arg-type]
     least = min(sizes.values())
     if sizes[size] == least:
         assert said == []

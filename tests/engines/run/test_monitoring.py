@@ -32,7 +32,7 @@ from fluvial.engines.run.monitoring.diagnostics import (
 )
 from fluvial.engines.run.training import Training
 from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.generate import diversity, on_device, thumbnails
+from fluvial.engines.sampling.generate import measure_diversity, move_schedule, shrink_images
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models import Schedule
@@ -275,7 +275,7 @@ def images(count: int, *shape: int) -> Tensor:
 
 def schedule(job: Any) -> Schedule:
     """Return the job's schedule."""
-    return on_device(job.model.schedule(tiny.STEPS, job.shape), CPU)
+    return move_schedule(job.model.schedule(tiny.STEPS, job.shape), CPU)
 
 
 @pytest.mark.parametrize(("groups", "group"), [(1, 2), (3, 4), (5, 7)])
@@ -283,25 +283,25 @@ def test_diversity_is_a_mean_over_pairs(groups: int, group: int) -> None:
     """Against a loop over all pairs of a group, each counted once."""
     flat = images(groups * group, 6).unflatten(0, (groups, group))
     distances = [((each[i] - each[j]) ** 2).mean().sqrt() for each in flat for i in range(group) for j in range(i)]
-    assert diversity(flat.flatten(0, 1), group) == pytest.approx(float(torch.stack(distances).mean()), rel=1e-6)
+    assert measure_diversity(flat.flatten(0, 1), group) == pytest.approx(float(torch.stack(distances).mean()), rel=1e-6)
 
 
 def test_diversity_of_a_collapsed_group() -> None:
     """0 where samples are the same, however far groups lie apart; half where one of two is. Black and white are 1 apart."""
     same = torch.arange(3.0).repeat_interleave(4)[:, None].expand(12, 5)
-    assert diversity(same, 4) == 0.0
+    assert measure_diversity(same, 4) == 0.0
     apart = images(4, 5)
-    assert diversity(torch.cat([apart, apart[:1].expand(4, 5)]), 4) == pytest.approx(diversity(apart, 4) / 2)
+    assert measure_diversity(torch.cat([apart, apart[:1].expand(4, 5)]), 4) == pytest.approx(measure_diversity(apart, 4) / 2)
     for size in (1, 100):
-        assert diversity(torch.stack([torch.zeros(size), torch.ones(size)]), 2) == pytest.approx(1.0)
+        assert measure_diversity(torch.stack([torch.zeros(size), torch.ones(size)]), 2) == pytest.approx(1.0)
 
 
 def test_thumbnails() -> None:
     """At most 32 pixels a side, and what is smaller stays as it is; the mean is kept where pixels divide."""
     for shape, height, width in (((3, 64, 96), 32, 32), ((1, 8, 32), 8, 32), ((3, 40, 16), 32, 16)):
-        assert thumbnails(images(2, *shape)).shape == (2, shape[0] * height * width)
-    assert torch.equal(thumbnails(images(2, 1, 8, 32)), images(2, 1, 8, 32).flatten(1))
-    torch.testing.assert_close(thumbnails(images(2, 3, 64, 96)).mean(1), images(2, 3, 64, 96).flatten(1).mean(1))
+        assert shrink_images(images(2, *shape)).shape == (2, shape[0] * height * width)
+    assert torch.equal(shrink_images(images(2, 1, 8, 32)), images(2, 1, 8, 32).flatten(1))
+    torch.testing.assert_close(shrink_images(images(2, 3, 64, 96)).mean(1), images(2, 3, 64, 96).flatten(1).mean(1))
 
 
 def test_diversity_is_in_the_record(one: World, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_diversity_is_in_the_record(one: World, tmp_path: Path) -> None:
 
     run = tiny.Run(tiny.config(tmp_path, sampling=rollout), one, tiny.job(rewards={"scored": scored}))
     record = run.rollout()
-    assert record["diversity"] == pytest.approx(diversity(torch.cat(seen).flatten(1), 4))
+    assert record["diversity"] == pytest.approx(measure_diversity(torch.cat(seen).flatten(1), 4))
     assert record["diversity"] > 0.01
 
 

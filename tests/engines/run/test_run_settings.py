@@ -186,7 +186,7 @@ def test_the_decay_of_the_average(one: World, tmp_path: Path, settings: dict[str
         for decay in decays:
             before = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
             trainer.update()
-            now = dict(trainer.engine._local())
+            now = dict(trainer.engine._list_shards())
             for name, average in trainer.engine.average.items():
                 torch.testing.assert_close(average, decay * before[name] + (1 - decay) * now[name].detach())
 

@@ -39,7 +39,7 @@ from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.saving import fingerprint_run
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
-from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.generate import Guidance, move_schedule
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllSteps
 from fluvial.models import LoraConfig
@@ -115,7 +115,7 @@ def test_the_exported_weights_are_the_average_that_was_evaluated(run: Path) -> N
     assert any(not torch.equal(trained[name], saved[f"weight.{name}"]) for name in moved)
 
     exported, cpu, recorded = job(weights=run / "weights"), torch.device("cpu"), launch.records(run)[-1]
-    schedule = on_device(exported.model.schedule(4, exported.shape), cpu)
+    schedule = move_schedule(exported.model.schedule(4, exported.shape), cpu)
     module = exported.model.build().eval()
     with torch.no_grad(), init_world() as world:
         again = evaluate(exported, module, schedule=schedule, samples=8, micro_batch=4, world=world)

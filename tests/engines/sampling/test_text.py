@@ -70,11 +70,11 @@ def test_negative_prompts_count_where_there_is_guidance(guidance: Guidance, toke
     """Both halves are padded to one length, which holds a record's own negative prompt too."""
     model: Any = Model()
     prompts = as_prompts(["a", "b"])
-    cond: Any = guidance.encode(model, prompts, TextLengths(model).of(guidance.texts(model, prompts)))
+    cond: Any = guidance.encode(model, prompts, TextLengths(model).of(guidance.list_texts(model, prompts)))
     halves = [cond.cond, cond.uncond] if isinstance(cond, Guided) else [cond]
     assert [half.tokens.shape[1] for half in halves] == [tokens] * len(halves)
     own = [Prompt("a", negative="y" * 70)]
-    assert TextLengths(model).of(guidance.texts(model, own)) == (96 if guidance.scale != 1 else 32)
+    assert TextLengths(model).of(guidance.list_texts(model, own)) == (96 if guidance.scale != 1 else 32)
 
 
 def test_a_model_that_does_not_mask_padding_keeps_it() -> None:

@@ -23,7 +23,7 @@ from fluvial.core.transitions import flow_sde
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import export, write_lora
-from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate, on_device
+from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate, move_schedule
 from fluvial.models import is_recorded
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay import any_pipeline
@@ -62,7 +62,7 @@ def test_samples_are_those_of_the_pipeline(name: str, replayed: Folders) -> None
     model = opened(name, replayed(name))
     module = model.build().eval()
     pipe = pipeline(name, replayed(name))
-    grid = on_device(model.schedule(STEPS, model.known.shape), torch.device("cpu"))
+    grid = move_schedule(model.schedule(STEPS, model.known.shape), torch.device("cpu"))
     tolerances: dict[str, Tolerance] = {}
     for batch in (3, 1):
         noise = torch.randn(batch, *model.known.shape, generator=torch.Generator().manual_seed(batch))
@@ -138,7 +138,7 @@ def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Folders) -> None
     model = opened(name, replayed(name))
     module = model.build().eval()
     guidance = Guidance(scale=float(ROWS[name].options["guidance_scale"]))
-    grid = on_device(model.schedule(STEPS, model.known.shape), torch.device("cpu"))
+    grid = move_schedule(model.schedule(STEPS, model.known.shape), torch.device("cpu"))
     sampler = partial(flow_sde, eta=0.7, sigma_max=grid.levels[1])
     steps = StochasticSteps(sampler, range(2), keep_velocity=True)
     sampling = Sampling(model.known.shape, grid, guidance, stochastic=steps)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World
-from fluvial.engines.sampling.generate import slots
+from fluvial.engines.sampling.generate import assign_slots
 from fluvial.engines.scoring.gather import gather_rewards
 from fluvial.engines.scoring.runner import RewardRunners
 
@@ -29,7 +29,7 @@ def scores(world: World, prompts: int, group: int, micro_batch: int) -> dict[str
         return images.mean((1, 2, 3))
 
     batch = prompts * group
-    ids, real = slots(batch, micro_batch=micro_batch, world=world)
+    ids, real = assign_slots(batch, micro_batch=micro_batch, world=world)
     numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
     runners = RewardRunners({"rank": (rank, 1.0), "bright": (bright, 1.0)}, group=group)
     for start in range(0, len(ids), micro_batch):

@@ -20,7 +20,7 @@ from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.gathered import gather
-from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.generate import Guidance, move_schedule
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.protocol import DiffusionModel, Schedule
 
@@ -84,7 +84,7 @@ def update(root: Path, name: str, world: World, *, context_parallel: int = 1, si
     )
     split = engine.world
     source = torch.Generator().manual_seed(0)
-    schedule = on_device(model.schedule(STEPS, shape), torch.device("cpu"))
+    schedule = move_schedule(model.schedule(STEPS, shape), torch.device("cpu"))
     each = ITEMS // split.data_size
     mine = slice(split.data_rank * each, (split.data_rank + 1) * each)
     rows = torch.arange(ITEMS)[mine]

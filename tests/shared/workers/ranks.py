@@ -53,7 +53,7 @@ def updates(world: World, split: bool = False) -> dict[str, Any]:
             "weights": {key: tensor.tolist() for key, tensor in engine.weights(average=False)},
             "counts": dict(counter.counts),
             "micro_batches": longest,
-            "shard": sum(tensor.numel() for tensor in engine._local().values()),
+            "shard": sum(tensor.numel() for tensor in engine._list_shards().values()),
         }
     return result
 

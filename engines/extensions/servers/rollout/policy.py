@@ -25,7 +25,7 @@ from fluvial.engines.extensions.wire.client import find_shared_folder
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import WEIGHTS, find_base_model, is_run
-from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.generate import Guidance, move_schedule
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.models import DiffusionModel, Schedule, is_recorded
@@ -79,7 +79,7 @@ class ServedPolicy:
         Raises:
             ValueError: the model does not support it.
         """
-        return on_device(self._schedule(steps, shape), self.device)
+        return move_schedule(self._schedule(steps, shape), self.device)
 
     def bind_sampler(self, name: str, eta: float, schedule: Schedule) -> Sampler:
         """Bind a built-in sampler to a schedule.

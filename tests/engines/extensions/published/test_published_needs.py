@@ -31,7 +31,7 @@ BRANCHES = replace(STEPS, group=12, window=Branches(1, 2, high=3))
 def test_branches_take_the_places_in_turn(size: int, low: int, branches: int, ids: list[int]) -> None:
     """Samples 0 to `branches` - 1 take the first place of the range, the next ones the second, and so on, over again."""
     places = range(low, 7 - size + 1)
-    found = Branches(size, branches, low).steps_of(key(0), key(0), done=0, steps=7, group=1)(ids)
+    found = Branches(size, branches, low).choose_steps(key(0), key(0), done=0, steps=7, group=1)(ids)
     expected = [[places[i // branches % len(places)] + step for step in range(size)] for i in ids]
     assert torch.as_tensor(found).tolist() == expected
 

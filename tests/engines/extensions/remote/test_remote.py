@@ -32,7 +32,7 @@ from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.batch import RolloutSpec
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig, Truncate
-from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, generate, on_device
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, generate, move_schedule
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.source import Holder, InProcess
 from fluvial.engines.sampling.tail import Tail
@@ -159,7 +159,7 @@ def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
         handshake = source.compare_with_servers(
             spec.requests._replace(prompts=[Prompt("1")] * 4, ids=range(4), key=key(8)), spec.sampling
         )
-    window = sorted(cast(Any, spec.sampling.stochastic).steps_of([0]))
+    window = sorted(cast(Any, spec.sampling.stochastic).choose_steps([0]))
     for request in fake.requests:
         assert "extra_sampling_params" not in request
         assert request["rollout_sde_step_indices"] == window
@@ -465,7 +465,7 @@ def test_chunks_are_those_of_generate_with_the_version_that_was_pushed() -> None
             opened.append("closed")
 
     source = InProcess(model, behaviour)
-    sampling = Sampling(tiny.SHAPE, on_device(model.schedule(2, tiny.SHAPE), torch.device("cpu")))
+    sampling = Sampling(tiny.SHAPE, move_schedule(model.schedule(2, tiny.SHAPE), torch.device("cpu")))
     requests = Requests([Prompt("1")] * 4, [0, 1, 2, 3], key(5))
     source.push(cast(Engine, None), 7)
     expected = list(generate(model, module, requests, sampling, micro_batch=2))
