@@ -51,7 +51,7 @@ class BranchGrpo(Grpo, name="branchgrpo"):
         grades, window = run.grade(batch, self.advantage), self.sampling.window
         assert isinstance(window, Splits)
         steps = host_values.read(batch.trajectory.steps)[0].tolist()
-        edge = torch.tensor([[window.first_leaf(i, step) for step in steps] for i in batch.kept.tolist()])
+        edge = torch.tensor([[window.first_leaf(i, step) for step in steps] for i in batch.kept_ids.tolist()])
         edges = edge_advantages(grades.reward, edge, batch.group, eps=self.advantage.eps, ddof=self.advantage.ddof)
         advantage, once = clip_advantages(edges.advantage, self.advantage), edges.first.to(grades.keep.dtype)
         run.log(advantage=advantage[edges.first])

@@ -65,13 +65,15 @@ class Dmd2(Matching, name="dmd2"):
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the fake to the student's samples; update the student on their last part, before the fake is fitted to it."""
-        images = self.gan.read(run, batch, key)
+        images = self.gan.read_images(run, batch, key)
         for number, part in enumerate(self.split(run, batch, key, self.fake_updates, **images), start=1):
             x0, zero = clean(part.rows, part.rows.predictions["old"]), part.rows.level * 0
             noise = partial(run.renoise, part, level=zero, levels=self.fake_levels, key=key)
             if number == self.fake_updates:
                 items = self.correct(run, part, run.renoise(part, x0, zero, self.levels, key))
-                items = self.gan.oppose(run, items, x0, partial(noise, draw=number + 1), "fake")
+                items = self.gan.differentiate_head(run, items, x0, partial(noise, draw=number + 1), "fake")
                 reward = self.reward_term.bind(run, part)
-                yield run.update(items, partial(self.loss, reward=lambda *at, r=reward: r(*at) + self.gan.fool(*at)))
-            run.update(*self.gan.judge(run, part, x0, partial(noise, draw=number), "fake", self.fake_loss), network="fake")
+                yield run.update(items, partial(self.loss, reward=lambda *at, r=reward: r(*at) + self.gan.get_term(*at)))
+            run.update(
+                *self.gan.add_term(run, part, x0, partial(noise, draw=number), "fake", self.fake_loss), network="fake"
+            )

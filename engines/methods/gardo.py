@@ -87,7 +87,7 @@ class Gardo(Method, name="gardo"):
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Optimize the surrogate of every recorded step, with a KL on the gated samples."""
         assert batch.rewards is not None
-        scores = batch.rewards.scores[batch.kept] * run.runners.weights.sign()  # only the sign of a weight matters
+        scores = batch.rewards.scores[batch.kept_ids] * run.runners.weights.sign()  # only the sign of a weight matters
         advantage = diverse_advantages(scores[:, 0], run.extract_features(batch, self.features), batch.group)
         advantage, chosen = advantage.clamp(-self.adv_clip, self.adv_clip), self.gate.choose(run.state, scores)
         run.log(advantage=advantage.clone(), gate={"share": float(chosen.mean())})

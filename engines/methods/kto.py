@@ -81,7 +81,7 @@ class Kto(Method, name="kto"):
 
     def read_labels(self, batch: "Batch") -> Tensor:
         """Return 1 for each good image, -1 for each bad one, `[N]`."""
-        return torch.tensor([2.0 * batch.prompt(place).metadata["label"] - 1 for place in batch.kept.tolist()])
+        return torch.tensor([2.0 * batch.prompt(place).metadata["label"] - 1 for place in batch.kept_ids.tolist()])
 
     def gain(self, v: Tensor, rows: NoisedSamples) -> Tensor:
         """Return how much smaller the policy's error is than the reference's, `[P]`."""

@@ -197,19 +197,19 @@ class NoGan:
 
     kind: ClassVar[str] = "none"
 
-    def read(self, run: "Run", batch: "Batch", key: Key) -> dict[str, Tensor]:
+    def read_images(self, run: "Run", batch: "Batch", key: Key) -> dict[str, Tensor]:
         """Return no images."""
         return {}
 
-    def oppose(self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str) -> "Items":
+    def differentiate_head(self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str) -> "Items":
         """Return the items unchanged."""
         return items
 
-    def fool(self, rows: Any, x0: Tensor) -> Tensor | float:
+    def get_term(self, rows: Any, x0: Tensor) -> Tensor | float:
         """Return 0."""
         return 0.0
 
-    def judge(
+    def add_term(
         self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str, loss: Loss
     ) -> tuple["Items", Loss]:
         """Return noised samples, and the network's loss."""
@@ -246,35 +246,35 @@ class HeadGan:
     def __post_init__(self) -> None:
         check_fields(self, "gan", weight=(0, 1e6), critic_weight=(0, 1e6))
 
-    def read(self, run: "Run", batch: "Batch", key: Key) -> dict[str, Tensor]:
+    def read_images(self, run: "Run", batch: "Batch", key: Key) -> dict[str, Tensor]:
         """Return an image of each sample's prompt, `[slots, *event]`."""
         return {"image": run.read_images(batch, key)}
 
-    def oppose(self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str) -> "Items":
+    def differentiate_head(self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str) -> "Items":
         """Return the items with the student's loss by the head, and its gradient with respect to the clean samples."""
         noisy = noise(x0)
         loss, slope = run.differentiate(noisy, network, lambda v, rows: generator_loss(rows.predictions["head"]))
-        return items.with_predictions(fooling=loss, slope=slope * (1 - per_sample(noisy.rows.level, slope)))
+        return items.with_predictions(head_loss=loss, head_gradient=slope * (1 - per_sample(noisy.rows.level, slope)))
 
-    def fool(self, rows: Any, x0: Tensor) -> Tensor | float:
-        """Return the student's term, `[P]`, linearised at the clean samples of `oppose`."""
+    def get_term(self, rows: Any, x0: Tensor) -> Tensor | float:
+        """Return the student's term, `[P]`, linearised at the clean samples of `differentiate_head`."""
         p = rows.predictions
-        return self.weight * (p["fooling"] + (p["slope"] * (x0 - x0.detach())).flatten(1).sum(1))
+        return self.weight * (p["head_loss"] + (p["head_gradient"] * (x0 - x0.detach())).flatten(1).sum(1))
 
-    def judge(
+    def add_term(
         self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str, loss: Loss
     ) -> tuple["Items", Loss]:
         """Return noised samples with noised images, and the network's loss with the fake's term."""
         noisy = noise(x0).with_predictions(image=noise(items.rows.predictions["image"]).rows.x)
 
-        def add_term(v: Tensor, rows: Any) -> tuple[Tensor, CriticInfo]:
+        def critic_loss(v: Tensor, rows: Any) -> tuple[Tensor, CriticInfo]:
             generated = rows.predictions["head"]
-            real = run.judge(noisy, rows._replace(x=rows.predictions["image"]), network)
+            real = run.read_head(noisy, rows._replace(x=rows.predictions["image"]), network)
             error, info = loss(v, rows)
             diagnostics = CriticInfo(info.error, generated.detach().sigmoid(), real.detach().sigmoid())
             return error + self.critic_weight * discriminator_loss(generated, real), diagnostics
 
-        return noisy, add_term
+        return noisy, critic_loss
 
 
 Noise = Callable[[Tensor], "Items"]  # clean samples -> noised items

@@ -58,7 +58,7 @@ class Pairing(Method):
     def _pair_extremes(self, run: "Run", batch: "Batch") -> "Batch":
         """Return the best and the worst sample of each group as pairs; groups with equal rewards have none."""
         chosen = best_and_worst(run.weigh_rewards(batch), batch.group)
-        return run.pair(batch, batch.kept[chosen.win[chosen.valid]], batch.kept[chosen.lose[chosen.valid]])
+        return run.pair(batch, batch.kept_ids[chosen.win[chosen.valid]], batch.kept_ids[chosen.lose[chosen.valid]])
 
 
 def pair_errors(v: Tensor, rows: Pairs) -> list[Tensor]:

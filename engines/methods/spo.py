@@ -102,9 +102,9 @@ class Spo(D3po, name="spo"):
                 assert batch.rewards is not None
                 rewards.append(weigh_rewards(batch.rewards.scores, run.runners.weights))
         margins = self.margin.at(batch.noise[steps[len(steps) - len(rewards) :]])
-        sides = [torch.zeros(len(batch.kept))] * (len(steps) - len(rewards))
+        sides = [torch.zeros(len(batch.kept_ids))] * (len(steps) - len(rewards))
         for reward, margin in zip(rewards, margins.tolist(), strict=True):
-            sides.append(self.prefer(reward[batch.kept], batch.group, least=2 * math.atanh(min(margin, 1 - 1e-7))))
+            sides.append(self.prefer(reward[batch.kept_ids], batch.group, least=2 * math.atanh(min(margin, 1 - 1e-7))))
         preferred = torch.stack(sides, dim=1)
         run.log(candidate_pairs=int((preferred > 0).sum()))
         yield from self.compare(run, batch, key, preferred)

@@ -258,7 +258,7 @@ class Rollouts:
     def weigh_rewards(self, batch: Batch) -> Tensor:
         """Return the weighted sum of rewards of each sample that is trained on, `[N]`."""
         assert batch.rewards is not None
-        return weigh_rewards(batch.rewards.scores[batch.kept], self.runners.weights)
+        return weigh_rewards(batch.rewards.scores[batch.kept_ids], self.runners.weights)
 
     def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE, gains: Tensor | None = None) -> Grades:
         """Return reward and advantage of each sample that is trained on, and which samples the loss is averaged over.
@@ -268,7 +268,7 @@ class Rollouts:
         """
         memory, rewards = self.memory, batch.rewards
         assert rewards is not None
-        kept, weights = batch.kept, self.runners.weights
+        kept, weights = batch.kept_ids, self.runners.weights
         scores = rewards.scores[kept]
         if config.floors:  # the weight of a reward with a floor is its multiplier, updated by this batch
             means = dict(zip(self.rewards, scores.double().mean(0).tolist(), strict=True))
@@ -301,7 +301,7 @@ class Rollouts:
                 parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1).clone())
             features = torch.cat(parts).to(self.world.device)
         assert features is not None
-        return self.world.gather_data(features.contiguous())[: batch.share.batch].cpu()[batch.kept]
+        return self.world.gather_data(features.contiguous())[: batch.share.batch].cpu()[batch.kept_ids]
 
     # private: not for methods
 

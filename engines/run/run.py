@@ -217,11 +217,11 @@ class Run(Rollouts):
         module = self.networks.trained.get(network, self.engine).module
         return self._predict(module, rows, self.networks.condition(network, items.cond))
 
-    def judge(self, items: Items, rows: Rows, network: str) -> Tensor:
+    def read_head(self, items: Items, rows: Rows, network: str) -> Tensor:
         """Return the output of a trained network's head at rows of items, `[P]`, with gradient."""
         module, cond = self.networks.trained[network].module, self.networks.condition(network, items.cond)
-        judged: Tensor = self._predict_with_head(network, module, rows, cond)[1].predictions["head"]
-        return judged
+        output: Tensor = self._predict_with_head(network, module, rows, cond)[1].predictions["head"]
+        return output
 
     def differentiate_rewards(self, batch: Batch) -> Tensor:
         """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""

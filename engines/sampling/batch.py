@@ -105,7 +105,7 @@ class Batch:
         return self.share.batch * (2 if self.paired else 1)
 
     @cached_property
-    def kept(self) -> Tensor:
+    def kept_ids(self) -> Tensor:
         """Index of each sample that is trained on, `[N]`: with rewards, those whose group has valid ones."""
         if self.rewards is None or self.paired:
             return torch.arange(self.share.batch)
@@ -114,7 +114,7 @@ class Batch:
     @property
     def group(self) -> Tensor:
         """Group of each sample that is trained on, `[N]`."""
-        return self.kept // self.compared
+        return self.kept_ids // self.compared
 
     @property
     def noise(self) -> Tensor:
@@ -130,7 +130,7 @@ class Batch:
     def spread(self, values: Tensor) -> Tensor:
         """Scatter values of the samples that are trained on to all samples, `[N, ...] -> [B, ...]`, 0 elsewhere."""
         everyone = values.new_zeros((self.share.batch, *values.shape[1:]))
-        everyone[self.kept] = values
+        everyone[self.kept_ids] = values
         return everyone
 
 
@@ -295,7 +295,7 @@ class _Weights(NamedTuple):
     def of(
         cls, batch: Batch, signal: Tensor | None, keep: Tensor | None, *, skip_zero: bool, steps: int | None = None
     ) -> "_Weights":
-        ones = torch.ones(len(batch.kept))
+        ones = torch.ones(len(batch.kept_ids))
         for name, values in {"signal": signal, "keep": keep}.items():
             if values is not None and values.shape not in (ones.shape, (*ones.shape, steps)):
                 expected = f"{[*ones.shape]}, a number per sample"

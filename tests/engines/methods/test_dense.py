@@ -115,5 +115,5 @@ def test_a_group_that_fails_on_the_way_is_left_out(one: World) -> None:
     batch = run.score(run.sample(fold_in(key(0), 1)))
     with pytest.warns(UserWarning, match="reward 'fussy' is nan"):
         kept, rewards = score_steps(run, batch)
-    assert (len(batch.kept), len(kept.kept), tuple(rewards.shape)) == (6, 4, (4, 7))
+    assert (len(batch.kept_ids), len(kept.kept_ids), tuple(rewards.shape)) == (6, 4, (4, 7))
     assert torch.isfinite(rewards).all()

@@ -212,14 +212,14 @@ def test_the_students_term_is_the_gradient_through_the_fake(one: World) -> None:
             return run.renoise(items, x0, items.rows.level * 0, UniformLevels(level, level + 1e-6), key(5))
 
         x0 = (items.rows.x - items.rows.level.view(-1, 1, 1, 1) * items.rows.predictions["old"]).requires_grad_()
-        rows = method.gan.oppose(run, items, x0.detach(), noise, "fake").rows
-        judged = run.judge(items, noise(x0).rows, "fake")
+        rows = method.gan.differentiate_head(run, items, x0.detach(), noise, "fake").rows
+        judged = run.read_head(items, noise(x0).rows, "fake")
         loss = torch.nn.functional.softplus(-judged)
-        assert_close(rows.predictions["fooling"], loss.detach())
+        assert_close(rows.predictions["head_loss"], loss.detach())
         (want,) = torch.autograd.grad(loss.sum(), x0)
         assert float(want.abs().max()) > 1e-4
-        assert_close(rows.predictions["slope"], want)
-        term = method.gan.fool(rows, x0)
+        assert_close(rows.predictions["head_gradient"], want)
+        term = method.gan.get_term(rows, x0)
         assert_close(term.detach(), 5e-3 * loss.detach())  # type: ignore[union-attr]
         assert_close(torch.autograd.grad(term.sum(), x0)[0], 5e-3 * want)  # type: ignore[union-attr]
 
