@@ -210,7 +210,7 @@ def make_rollout(engine: Engine, case: UpdateCase, world: World) -> Rollout:
         uncond=negative if case.guidance else None,
         scale=SCALE,
     )
-    flat = items.recorded_steps(
+    flat = items.make_recorded_steps(
         trajectory, schedule, sampler(sigmas[:-1], sigmas[1:]), advantage, torch.ones_like(advantage)
     )
     return Rollout(flat, cond, stored, sigmas, timesteps)

@@ -192,7 +192,7 @@ class Run(Rollouts):
         items = items if items.dealt else self._deal(items, items.used, items.count)
         with self.networks.train(network) as engine:
             terms, options = self._prepare_update(engine.module, network, items, loss, split_guidance=split_guidance)
-            parts = items.rows.parts(items.batch.spec.sampling.schedule.levels)
+            parts = items.rows.find_parts(items.batch.spec.sampling.schedule.levels)
             info = engine.update(*terms, **options, parts=parts)
         if engine is not self.engine:
             record = {"loss": info.loss, "grad_norm": info.grad_norm, "lr": info.lr, "objective": info.mean}

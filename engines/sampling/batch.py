@@ -204,7 +204,7 @@ def record_steps(
     weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero, steps=number)
     assert batch.spec.transitions is not None
     schedule = batch.spec.sampling.schedule
-    rows = rows_of.recorded_steps(batch.trajectory, schedule, batch.spec.transitions, weights.signal, weights.weight)
+    rows = rows_of.make_recorded_steps(batch.trajectory, schedule, batch.spec.transitions, weights.signal, weights.weight)
     return _items(batch, rows, trained.mask(fold_in(key, Stream.FRACTION), total, number), weights)
 
 
@@ -224,11 +224,11 @@ def noise_samples(
     rows: Rows
     if batch.paired:
         win, lose = final.unbind(1)
-        rows = rows_of.noised_pairs(
+        rows = rows_of.make_noised_pairs(
             win, lose, keys, weights.weight, schedule, noising, batch.prediction, level_keys=level_keys
         )
     else:
-        rows = rows_of.noised_samples(
+        rows = rows_of.make_noised_samples(
             final, keys, weights.signal, weights.weight, schedule, noising, batch.prediction, level_keys=level_keys
         )
     return _items(batch, rows, torch.ones(batch.share.batch, noising.each), weights)
@@ -260,7 +260,7 @@ def renoise(
     bounds = level if lowest is None else lowest, torch.ones_like(level) if highest is None else highest
     keys = row_keys(items, key, draw, stream=Stream.RENOISING, shared=shared)
     schedule = items.batch.spec.sampling.schedule
-    return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, bounds, keys, schedule, levels))
+    return replace(items, rows=rows_of.make_renoised_samples(items.rows, x, level, bounds, keys, schedule, levels))
 
 
 def row_keys(items: Items, key: Key, draw: int = 0, *, stream: Stream = Stream.STEPPING, shared: bool = False) -> Key:

@@ -62,7 +62,7 @@ def build_source(
         UsageError: the source, or the folder of `rollout.store`, is unusable.
         RunError: no server responds.
     """
-    source: RolloutSource = InProcess(model, partial(_merged, behaviour) if rollout.reuse == "merged" else behaviour)
+    source: RolloutSource = InProcess(model, partial(_open_merged, behaviour) if rollout.reuse == "merged" else behaviour)
     if rollout.source:
         # Imported lazily, because the HTTP packages are slow to import.
         open_source: OpenSource = plugins.load(rollout.scheme, "sources", field="rollout.source")
@@ -76,7 +76,7 @@ def build_source(
 
 
 @contextmanager
-def _merged(behaviour: Behaviour) -> Iterator[nn.Module]:
+def _open_merged(behaviour: Behaviour) -> Iterator[nn.Module]:
     """Open the network that generates the rollouts with its adapters merged."""
     with behaviour() as module, merge_adapters(module):
         yield module

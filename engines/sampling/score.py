@@ -12,7 +12,7 @@ from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.rollout import Trajectory
 from fluvial.core.table import step_coefficients
 from fluvial.core.transitions import Sampler
-from fluvial.engines.sampling.items import recorded_steps
+from fluvial.engines.sampling.items import make_recorded_steps
 from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, DiffusionModel, Schedule
 from fluvial.models.guidance import guided_velocity
@@ -59,7 +59,7 @@ def score(
     _check(trajectory, cond, schedule)
     device = trajectory.x.device
     levels, unweighted = schedule.levels.to(device), torch.ones(batch, device=device)
-    items = recorded_steps(trajectory, schedule, step_coefficients(sampler, levels), unweighted, unweighted)
+    items = make_recorded_steps(trajectory, schedule, step_coefficients(sampler, levels), unweighted, unweighted)
 
     log_prob = partial(step_log_prob, form=form, reduction=reduction, implementation=implementation)
 

@@ -8,9 +8,9 @@ from fluvial.engines.sampling.items.noised import (
     NoisedSamples,
     Pairs,
     RenoisedSamples,
-    noised_pairs,
-    noised_samples,
-    renoised_samples,
+    make_noised_pairs,
+    make_noised_samples,
+    make_renoised_samples,
 )
 from fluvial.engines.sampling.items.steps import (
     LastSteps,
@@ -18,8 +18,8 @@ from fluvial.engines.sampling.items.steps import (
     Share,
     concatenate,
     last_steps,
+    make_recorded_steps,
     rebalance,
-    recorded_steps,
     select,
     transfers,
 )
@@ -36,11 +36,11 @@ __all__ = [
     "Share",
     "concatenate",
     "last_steps",
-    "noised_pairs",
-    "noised_samples",
+    "make_noised_pairs",
+    "make_noised_samples",
+    "make_recorded_steps",
+    "make_renoised_samples",
     "rebalance",
-    "recorded_steps",
-    "renoised_samples",
     "select",
     "transfers",
 ]

@@ -32,9 +32,9 @@ class NoisedSamples(NamedTuple):
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
     context: Tensor | None = None  # values that the method computed from all items
 
-    def parts(self, levels: Tensor) -> Tensor:
+    def find_parts(self, levels: Tensor) -> Tensor:
         """Return which tenth of the noise levels from 0 to 1 each item is in, bool `[P, 10]`."""
-        return in_tenth(self.level)
+        return find_tenth(self.level)
 
 
 class RenoisedSamples(NamedTuple):
@@ -58,9 +58,9 @@ class RenoisedSamples(NamedTuple):
         """Regression target of a model of the samples, `core.distill.ambient_velocity`."""
         return ambient_velocity(self.start, self.noise, self.start_level, self.level)
 
-    def parts(self, levels: Tensor) -> Tensor:
+    def find_parts(self, levels: Tensor) -> Tensor:
         """Return which tenth of the noise levels from 0 to 1 each item is in, bool `[P, 10]`."""
-        return in_tenth(self.level)
+        return find_tenth(self.level)
 
 
 class Pairs(NamedTuple):
@@ -75,18 +75,18 @@ class Pairs(NamedTuple):
     predictions: dict[str, Tensor]  # predictions of other networks at x, by name: old, ref, teacher, ema
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
 
-    def parts(self, levels: Tensor) -> Tensor:
+    def find_parts(self, levels: Tensor) -> Tensor:
         """Return which tenth of the noise levels from 0 to 1 each pair is in, bool `[P, 10]`."""
-        return in_tenth(self.level)
+        return find_tenth(self.level)
 
 
-def in_tenth(level: Tensor) -> Tensor:
+def find_tenth(level: Tensor) -> Tensor:
     """Return which tenth of [0, 1] each level is in, bool `[P, 10]`; with levels per block, the first block counts."""
     tenth = (first_block(level) * TENTHS).long().clamp(0, TENTHS - 1)
     return tenth[:, None] == torch.arange(TENTHS, device=tenth.device)
 
 
-def noised_samples(
+def make_noised_samples(
     x0: Tensor,
     keys: Key,
     signal: Tensor,
@@ -132,7 +132,7 @@ def noised_samples(
     )
 
 
-def renoised_samples(
+def make_renoised_samples(
     rows: RecordedSteps,
     start: Tensor,
     level: Tensor,
@@ -171,7 +171,7 @@ def renoised_samples(
     )
 
 
-def noised_pairs(
+def make_noised_pairs(
     win: Tensor,
     lose: Tensor,
     keys: Key,
@@ -186,10 +186,11 @@ def noised_pairs(
 
     Args:
         win, lose: preferred and rejected samples, `[B, *event]`.
-        keys, weight, schedule, config, prediction, level_keys: see `noised_samples`.
+        keys, weight, schedule, config, prediction, level_keys: see `make_noised_samples`.
     """
     better, worse = (
-        noised_samples(x0, keys, weight, weight, schedule, config, prediction, level_keys=level_keys) for x0 in (win, lose)
+        make_noised_samples(x0, keys, weight, weight, schedule, config, prediction, level_keys=level_keys)
+        for x0 in (win, lose)
     )
     return Pairs(
         x=torch.stack([better.x, worse.x], dim=1),

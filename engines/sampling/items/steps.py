@@ -125,9 +125,9 @@ class RecordedSteps(NamedTuple):
         """Change of the noise level over the step, `[P]` or `[P, R]`."""
         return self.level_next - self.level
 
-    def parts(self, levels: Tensor) -> Tensor:
+    def find_parts(self, levels: Tensor) -> Tensor:
         """Return which step of the schedule each item is, bool `[P, T]`, given the schedule's levels, `[T+1]`."""
-        return at_step(self.level, levels)
+        return find_step(self.level, levels)
 
 
 class LastSteps(NamedTuple):
@@ -142,17 +142,17 @@ class LastSteps(NamedTuple):
     predictions: dict[str, Tensor]  # predictions of other networks at x, by name: old, ref, teacher, ema
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
 
-    def parts(self, levels: Tensor) -> Tensor:
+    def find_parts(self, levels: Tensor) -> Tensor:
         """Return which step of the schedule each item is, bool `[P, T]`, given the schedule's levels, `[T+1]`."""
-        return at_step(self.level, levels)
+        return find_step(self.level, levels)
 
 
-def at_step(level: Tensor, levels: Tensor) -> Tensor:
+def find_step(level: Tensor, levels: Tensor) -> Tensor:
     """Return which step of the schedule begins at each level, bool `[P, T]`; of levels per block the first counts."""
     return first_block(level)[:, None] == to_device(first_block(levels)[:-1], level.device)
 
 
-def recorded_steps(
+def make_recorded_steps(
     trajectory: Trajectory, schedule: Schedule, transitions: Transition, signal: Tensor, weight: Tensor
 ) -> RecordedSteps:
     """Return the B * S items of a trajectory, ordered by step: item s * B + i is sample i at recorded step s.
@@ -171,17 +171,17 @@ def recorded_steps(
     levels, timesteps = to_device(schedule.levels, device), to_device(schedule.timesteps, device)
     step = host_values.compute_known(lambda steps: steps.T.flatten(), trajectory.steps)
     return RecordedSteps(
-        x=by_step(trajectory.x),
+        x=flatten_steps(trajectory.x),
         level=levels[step],
         timestep=host_values.select_rows(timesteps, step),
         sample=to_device(torch.arange(batch).repeat(count), device),
-        signal=by_step(signal.reshape(batch, -1).expand(-1, count)),
+        signal=flatten_steps(signal.reshape(batch, -1).expand(-1, count)),
         weight=weight.repeat(count),
         level_next=levels[step + 1],
-        x_next=by_step(trajectory.x_next),
-        log_prob_old=by_step(trajectory.log_prob),
+        x_next=flatten_steps(trajectory.x_next),
+        log_prob_old=flatten_steps(trajectory.log_prob),
         transition=Transition(*(coefficient[step] for coefficient in transitions)),
-        predictions={} if trajectory.velocity is None else {"old": by_step(trajectory.velocity)},
+        predictions={} if trajectory.velocity is None else {"old": flatten_steps(trajectory.velocity)},
     )
 
 
@@ -211,7 +211,7 @@ def last_steps(trajectory: Trajectory, schedule: Schedule, share: Share, key: Ke
     )
 
 
-def by_step(tensor: Tensor) -> Tensor:
+def flatten_steps(tensor: Tensor) -> Tensor:
     """Flatten values per sample and step to values per item, `[B, S, ...] -> [S * B, ...]`."""
     return tensor.transpose(0, 1).flatten(0, 1)
 
@@ -219,7 +219,7 @@ def by_step(tensor: Tensor) -> Tensor:
 def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
     """Concatenate trajectories with the same recorded steps along the batch, `[B, S, ...]`.
 
-    The result is stored step by step, so that `recorded_steps` does not copy it.
+    The result is stored step by step, so that `make_recorded_steps` does not copy it.
     """
 
     def join(parts: Sequence[Tensor]) -> Tensor:

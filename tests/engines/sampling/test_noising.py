@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.sigmas import shifted
-from fluvial.engines.sampling.items import NoisedSamples, noised_pairs, noised_samples, transfers
+from fluvial.engines.sampling.items import NoisedSamples, make_noised_pairs, make_noised_samples, transfers
 from fluvial.engines.sampling.noising import (
     AutoLevels,
     ContinuousLevels,
@@ -56,7 +56,7 @@ def put(
     x0 = clean()[rows] if dtype is None else clean()[rows].to(dtype)
     weight = torch.ones(len(x0))
     own = Key(every.low[rows], every.high[rows])  # type: ignore[index]
-    return noised_samples(x0, own, torch.arange(B).float()[rows], weight, SCHEDULES[prediction], config, prediction)
+    return make_noised_samples(x0, own, torch.arange(B).float()[rows], weight, SCHEDULES[prediction], config, prediction)
 
 
 @pytest.mark.parametrize("prediction", ["velocity", "epsilon"])
@@ -203,10 +203,10 @@ def test_a_preference_shares_noise_and_level(prediction: Prediction) -> None:
     """The two samples of a pair differ by what is clean in them, and by nothing else; the preferred one is the first."""
     ones, schedule, config = torch.ones(B), SCHEDULES[prediction], NoisingConfig(3)
     x0 = torch.stack([clean(), clean().flip(0)], dim=1).repeat(3, 1, 1, 1, 1)
-    both = noised_pairs(clean(), clean().flip(0), keys(), ones, schedule, config, prediction)
+    both = make_noised_pairs(clean(), clean().flip(0), keys(), ones, schedule, config, prediction)
     assert both.x.shape == (3 * B, 2, *tiny.SHAPE)
     assert both.level.shape == (3 * B,)
-    assert torch.equal(both.level, noised_samples(clean(), keys(), ones, ones, schedule, config, prediction).level)
+    assert torch.equal(both.level, make_noised_samples(clean(), keys(), ones, ones, schedule, config, prediction).level)
     noise = both.target + (x0 if prediction == "velocity" else 0)
     torch.testing.assert_close(noise[:, 0], noise[:, 1])
     level = both.level[:, None, None, None, None]
@@ -250,7 +250,7 @@ def test_rows_have_the_levels_of_their_own_schedules(levels: Any) -> None:
     columns = torch.stack([plain.levels ** (1 + number) for number in range(count)], dim=1)
 
     def noised(levels: Tensor, config: NoisingConfig = config) -> NoisedSamples:
-        return noised_samples(x0, keys(), weight, weight, Schedule(levels, plain.timesteps), config, "velocity")
+        return make_noised_samples(x0, keys(), weight, weight, Schedule(levels, plain.timesteps), config, "velocity")
 
     one, same, apart = noised(plain.levels), noised(plain.levels[:, None].expand(-1, count)), noised(columns)
     assert torch.equal(one.x, same.x)
@@ -261,7 +261,7 @@ def test_rows_have_the_levels_of_their_own_schedules(levels: Any) -> None:
         level = apart.level[:, row, None, None]
         assert torch.equal(apart.level[:, row], columns[(plain.levels == one.level[:, None]).long().argmax(1), row])
         torch.testing.assert_close(apart.x[:, row], (1 - level) * x0.repeat(2, 1, 1, 1)[:, row] + level * noise[:, row])
-    assert torch.equal(apart.parts(columns), one.parts(plain.levels))
+    assert torch.equal(apart.find_parts(columns), one.find_parts(plain.levels))
     refuses(
         "is 'continuous', expected schedule or stratified: the pieces", noised, columns, NoisingConfig(2, ContinuousLevels())
     )

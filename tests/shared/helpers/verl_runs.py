@@ -16,7 +16,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.gathered import gather
-from fluvial.engines.sampling.items import Pairs, RecordedSteps, recorded_steps
+from fluvial.engines.sampling.items import Pairs, RecordedSteps, make_recorded_steps
 from fluvial.models import LoraConfig, Schedule, add_lora
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import LowRank, use_adapter
@@ -221,7 +221,7 @@ def gradients(engine: Any) -> dict[str, Tensor]:
 
 def items(made: Made) -> RecordedSteps:
     trajectory, levels = made.trajectory._replace(log_prob=made.log_prob_old), made.schedule.levels
-    return recorded_steps(
+    return make_recorded_steps(
         trajectory, made.schedule, made.sampler(levels[:-1], levels[1:]), made.advantage, torch.ones(len(made.advantage))
     )
 

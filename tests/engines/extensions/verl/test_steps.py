@@ -18,7 +18,7 @@ from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.table import Grpo
-from fluvial.engines.sampling.items import NoisedSamples, Pairs, recorded_steps
+from fluvial.engines.sampling.items import NoisedSamples, Pairs, make_recorded_steps
 from fluvial.engines.sampling.score import score
 from fluvial.models import Schedule
 from fluvial.models.lora import copy_adapter
@@ -168,7 +168,7 @@ def test_a_step_of_distillation(world: World, name: str, monkeypatch: pytest.Mon
     data = verl_runs.batch(made)
     data["teacher_prev_sample_mean"] = teacher.infer(data)["prev_sample_mean"]
     transition = made.sampler(made.schedule.levels[:-1], made.schedule.levels[1:])
-    flat = recorded_steps(made.trajectory, made.schedule, transition, made.advantage, torch.ones(4))
+    flat = make_recorded_steps(made.trajectory, made.schedule, transition, made.advantage, torch.ones(4))
     other = verl_runs.Own(made, world)
     verl_runs.move(other.engine.module)
     flat = flat._replace(predictions={"teacher": other.other(flat, made.cond, None)})
