@@ -138,6 +138,7 @@ def test_uniform_numbers_are_the_upper_bits() -> None:
     drawn = uniform(key(4), (1001,))
     assert torch.equal(drawn.double() * 2**24, (bits(key(4), (1001,)) >> 8).double())
     assert bool(((drawn >= 0) & (drawn < 1)).all())
+    assert random.host_uniforms(key(4), 1001) == drawn.tolist()
 
 
 def test_normal_numbers_are_box_and_mullers() -> None:

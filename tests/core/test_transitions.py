@@ -75,6 +75,9 @@ def test_a_float_a_scalar_and_a_batch_agree(row: SamplerRow, data: st.DataObject
     assert all(coefficient.shape == () for coefficient in scalars)
     floats = sampler(level[0].item(), level_next[0].item())  # type: ignore[arg-type]
     mixed = sampler(level[0], level_next[:1])
+    learned = row.bind(torch.tensor(eta, dtype=level.dtype))(level, level_next)  # type: ignore[arg-type]
+    for got, want in zip(learned, batch, strict=True):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
     for one, of_batch, of_floats, of_mixed in zip(scalars, batch, floats, mixed, strict=True):
         assert_close(one, of_batch[0], rtol=0, atol=0)
         assert of_floats.dtype == torch.float32  # Python floats are float32 numbers, as everywhere in torch
