@@ -1,6 +1,7 @@
 """Distribution matching: gradients of the published forms, renoising, and targets that need no clean sample."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -135,6 +136,15 @@ def test_a_conditional_mean_is_consistent(seed: int) -> None:
 
 def test_the_signal_to_noise_ratio_is_bounded() -> None:
     assert_close(snr_weight(torch.tensor([0.5, 0.25, 0.0, 1.0]), largest=5.0), torch.tensor([1.0, 5.0, 5.0, 0.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_levels_are_at_least_float32(dtype: torch.dtype) -> None:
+    s, t = torch.tensor([0.1, 0.3]).to(dtype), torch.tensor([0.7, 0.9]).to(dtype)
+    precise = torch.promote_types(dtype, torch.float32)
+    for weigh in (partial(snr_weight, s, largest=1e3), partial(ambient_weight, s, t)):
+        assert weigh().dtype == precise
+    assert torch.equal(snr_weight(s, largest=1e3), snr_weight(s.to(precise), largest=1e3))
 
 
 @given(seed=seeds)
