@@ -42,7 +42,9 @@ def test_weights_and_diagnostics_are_those_of_the_loop_one_would_write(
 ) -> None:
     old, noise = normals(seed, 2, *shape)
     rollout = old - spread * noise
-    got, info = rollout_weights(old, rollout, mode=mode, threshold=threshold, level=level)
+    learned = [each.clone().requires_grad_() for each in (old, rollout)]
+    got, info = rollout_weights(*learned, mode=mode, threshold=threshold, level=level)
+    assert not got.requires_grad  # a weight is a constant of the loss
     gap = (old - rollout).tolist()
     want = torch.tensor(reference(gap, mode, threshold, level), dtype=torch.float64)
     assert_close(got, want, rtol=1e-12, atol=0)
