@@ -24,6 +24,7 @@ from fluvial.models import decode_samples
 from fluvial.models.guidance import Guided
 from fluvial.models.pipelines.conditioned import check_media
 from fluvial.models.pipelines.open import open_model
+from fluvial.models.replay.kinds import write_image
 from fluvial.models.replay.media import MediaPrompt, use_modes
 from fluvial.models.step_cache import StepCache
 
@@ -161,6 +162,15 @@ def theirs(
     call |= {"num_frames": row.frames, "max_sequence_length": row.options["text_tokens"]}
     call |= {name: row.options[name] for name in row.options if name == "guidance_scale_2"}
     return pipeline(**call, latents=noise, guidance_scale=scale).frames.transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["wan", "xl-inpaint"])
+def test_a_grey_image_is_one_in_colour(name: str, folders: Folders, tmp_path: Path) -> None:
+    model, noise = opened(name, folders(name)), np.random.default_rng(0)
+    grey = {argument: Image.fromarray(noise.integers(0, 256, SIZE, np.uint8)) for argument in model.takes}
+    both = [MediaPrompt("", {each: write_image(grey[each].convert(mode)) for each in grey}) for mode in ("L", "RGB")]
+    one, other = model.encode(both).image
+    assert torch.equal(one, other)
 
 
 @torch.no_grad()
