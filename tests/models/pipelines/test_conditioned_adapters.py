@@ -304,6 +304,13 @@ def test_what_an_adapter_cannot_use_is_refused(folders: Folders, tmp_path: Path)
         (encode(several, {"image": (long_image, long_image)}), "several images, expected one with mixed_images=true"),
         (lambda: opened("wan-clip", folders("wan-clip"), text_tokens=16), "text_tokens is 16, expected 512"),
         (lambda: opened("wan-last", folders("wan"), frames=1), "last_image is true, but there are 1 frames"),
+        *(
+            (lambda name=name, last=last: opened(name, folders(name), last_image=last), f"{says}: leave it out")  # type: ignore[misc]
+            for name, last, says in (
+                ("wan-clip", True, "last_image is true, but its network takes the embedding of one frame"),
+                ("wan-both", False, "last_image is false, but its network takes embeddings of two frames"),
+            )
+        ),
         (
             lambda: short.encode(prompts_of(short, "qwen-edit", tmp_path)),
             "has 137 tokens with its image, expected at most 133",
