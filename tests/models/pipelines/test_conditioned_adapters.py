@@ -443,10 +443,17 @@ def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders
 
 
 def test_images_that_a_run_cannot_use_are_refused_before_it(folders: Folders, tmp_path: Path, capfd: Captured) -> None:
-    """In one line: an image that is not asked for, and one of another size."""
+    """In one line: an image that is not asked for, one of another size, and options without a meaning."""
     for name, takes, more, says in (
         ("wan", ("image", "last_image"), (), "has a column last_image, which would be ignored"),
         ("sd-image", ("image",), ("--pipeline.height", "24"), "has 24x16 pixels, expected 24x24, the size of the samples"),
+        (
+            "qwen-edit",
+            ("image",),
+            ("--pipeline.call", "mixed_images=no"),
+            "mixed_images=no, expected a number, true or false",
+        ),
+        ("wan", ("image",), ("--pipeline.call", "frames=9"), "--pipeline.call has no effect with an adapter"),
     ):
         words = typed(name, folders(name), tmp_path, *more)
         records(name, tmp_path, takes)
