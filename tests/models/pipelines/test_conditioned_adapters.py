@@ -305,7 +305,7 @@ def test_what_an_adapter_cannot_use_is_refused(folders: Folders, tmp_path: Path)
         (lambda: opened("wan-clip", folders("wan-clip"), text_tokens=16), "text_tokens is 16, expected 512"),
         (lambda: opened("wan-last", folders("wan"), frames=1), "last_image is true, but there are 1 frames"),
         *(
-            (lambda name=name, last=last: opened(name, folders(name), last_image=last), f"{says}: leave it out")  # type: ignore[misc]
+            (lambda name=name, last=last: opened(name, folders(name), last_image=last), f"{says}: leave it out")
             for name, last, says in (
                 ("wan-clip", True, "last_image is true, but its network takes the embedding of one frame"),
                 ("wan-both", False, "last_image is false, but its network takes embeddings of two frames"),
