@@ -71,8 +71,6 @@ def built_in(rewards: Mapping[str, Reward] = MappingProxyType({})) -> dict[str, 
 
     def model(name: str, label: str, options: Mapping[str, str]) -> Any:
         model = REWARD_MODELS[name]
-        if model.takes == "audio":
-            raise UsageError(f"{label} scores audio, and samples are images or videos: use a reward of these")
         if missing := model.list_missing_packages():
             raise UsageError(f"{label} needs {', '.join(missing)}: pip install '{model.install}'")
         return from_factory(label, model.make, options)

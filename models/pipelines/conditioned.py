@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from fluvial.models.images import read_image
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.protocol import Cond
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text
@@ -63,5 +62,5 @@ def open_images(prompt: TextPrompt, takes: Sequence[str], lists: Sequence[str] =
     """Return the named images of a prompt in order; ValueError if one is missing or cannot be read."""
     check_media(prompt, takes, lists)
     assert isinstance(prompt, MediaPrompt)
-    sources = [prompt.media[name] for name in takes]
-    return [read_image(one) for source in sources for one in (source if isinstance(source, tuple) else (source,))]
+    files = prompt.open_files()
+    return [one for name in takes for one in (files[name] if isinstance(files[name], list) else (files[name],))]

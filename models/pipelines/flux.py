@@ -1,5 +1,6 @@
 """FLUX.1: packed latents with positions, T5 tokens, a pooled CLIP embedding, and guidance as an input of the network."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -8,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.checks import check_number
 from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pipelines.base import PATCH, Pipeline
 
@@ -28,13 +28,14 @@ class Flux(Pipeline):
 
     Args:
         folder, options: see `Pipeline`.
-        embedded_guidance: guidance input of a distilled network; dev needs no guidance by two forward passes.
+        embedded_guidance: guidance input of a distilled network, 3.5 by default; dev needs no guidance by two passes.
     """
 
     pipeline = "FluxPipeline"
     network = "FluxTransformer2DModel"
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     packed = True
+    calls = ("embedded_guidance",)  # options that a run sets by `pipeline.call`
     linspace = staticmethod(np.linspace)
     text_lengths = (512, 512)
     encoding: ClassVar[dict[str, Any]] = {"prompt_2": None}
@@ -42,10 +43,13 @@ class Flux(Pipeline):
     prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
     lora_targets = (*JOINT_ATTENTION, "net.0.proj", "net.2", "proj_mlp")
 
-    def __init__(self, folder: str | Path, *, embedded_guidance: float = 3.5, **options: Any) -> None:
+    def __init__(self, folder: str | Path, *, embedded_guidance: float | None = None, **options: Any) -> None:
         super().__init__(folder, **options)
-        check_number("flux", "embedded_guidance", embedded_guidance, low=0)
-        self.embedded_guidance = embedded_guidance
+        if embedded_guidance is not None and not self.config["guidance_embeds"]:
+            raise ValueError(f"embedded_guidance is {embedded_guidance}, but its network takes no guidance: remove it")
+        self.embedded_guidance = scale = 3.5 if embedded_guidance is None else embedded_guidance
+        if type(scale) not in (int, float) or not 0 <= scale < math.inf:
+            raise ValueError(f"embedded_guidance is {scale}, expected a number of at least 0")
 
     def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the T5 tokenizer and its limit."""

@@ -123,7 +123,7 @@ class ImageToImage(ImageConditioned):
 
     def encode_condition(self, *images: Image.Image) -> Tensor:
         """Return the latents of the image."""
-        return self.encode_latents(_to_pixels(images[0].convert("RGB")))
+        return self.encode_latents(_to_pixels(images[0]))
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
         """Return the last `steps` of the schedule that leaves as many at `strength`, in the coordinates of y.
@@ -171,7 +171,7 @@ class Inpaint(ImageConditioned):
 
     def encode_condition(self, *images: Image.Image) -> Tensor:
         """Return the mask, scaled to the nearest pixel, and the latents of the image without the painted area."""
-        pixels, mask = _to_pixels(images[0].convert("RGB")), (_to_pixels(images[1].convert("L")) >= MASK_THRESHOLD).float()
+        pixels, mask = _to_pixels(images[0]), (_to_pixels(images[1].convert("L")) >= MASK_THRESHOLD).float()
         # Black in [0, 1] is -1 for the VAE; the pipeline's masked pixels are 0, grey.
         rest = self.encode_latents(pixels * (1 - mask) + 0.5 * mask)
         return torch.cat([nn.functional.interpolate(mask, size=rest.shape[-2:]), rest], dim=1)

@@ -220,13 +220,17 @@ class WanImageToVideo(Conditioned, Wan):
     def __init__(self, folder: str | Path, *, frames: int = 81, last_image: bool | None = None, **options: Any) -> None:
         super().__init__(folder, **options)
         self.frames, self.holds_frame = frames, bool(read_index(self.folder).get("expand_timesteps"))
-        last = self.config.get("pos_embed_seq_len") is not None if last_image is None else last_image
+        both = self.config.get("pos_embed_seq_len") is not None  # a network that was trained with embeddings of two frames
+        last = both if last_image is None else last_image
         self.takes: tuple[str, ...] = ("image", "last_image") if last else ("image",)
         self.left_out: tuple[str, ...] = () if last else ("last_image",)  # images that prompts do not need
         if last and (self.holds_frame or frames < 1 + self.rate):
             why = "its network takes the first frame alone" if self.holds_frame else f"there are {frames} frames"
             raise ValueError(f"last_image is true, but {why}: set it to false, or make longer videos")
         if self.config.get("image_dim") is not None:  # has keys and values of images, which diffusers' loader expects
+            if last != both:
+                frame = "embeddings of two frames" if both else "the embedding of one frame"
+                raise ValueError(f"last_image is {str(last).lower()}, but its network takes {frame}: leave it out")
             if self.text_tokens != self.text_lengths[1]:
                 raise ValueError(
                     f"text_tokens is {self.text_tokens}, expected {self.text_lengths[1]}: by this number the network tells "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
 from fluvial.models.digests import digest_file
@@ -36,7 +37,7 @@ class MediaPrompt:
         return "\n".join((self.text, *(f"{name} {digest_source(self.media[name])}" for name in sorted(self.media))))
 
     def open_files(self) -> dict[str, Any]:
-        """Return by argument a PIL image, a list of images (of a video or several images), or a `Sound`."""
+        """Return by argument a PIL image in colour (or a mask), a list of images (of a video or several), or a `Sound`."""
         return {name: _read_source(name, source) for name, source in self.media.items()}
 
     def change(self, *names: str) -> "MediaPrompt":
@@ -80,7 +81,9 @@ def get_media(prompt: TextPrompt) -> dict[str, Any]:
 def _read_source(argument: str, source: MediaSource) -> Any:
     if isinstance(source, tuple):
         return [_read_source(argument, file) for file in source]
-    return find_kind(argument, source).read(source)
+    read = find_kind(argument, source).read(source)
+    # Only masks may be grey: a VAE takes three channels.
+    return read.convert("RGB") if isinstance(read, Image.Image) and "mask" not in argument else read
 
 
 def _change_source(argument: str, source: MediaSource) -> MediaSource:

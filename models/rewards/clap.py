@@ -31,7 +31,7 @@ class Clap(Towers):
 
     Args:
         weights: folder of a ClapModel of transformers without fusion, or id on the Hub.
-        sampling_rate: sampling rate of the sounds, in Hz; they are resampled to the model's rate.
+        sampling_rate: sampling rate of sounds that come without one, in Hz; all are resampled to the model's rate.
     """
 
     facts = REWARD_MODELS["clap"]
@@ -56,24 +56,25 @@ class Clap(Towers):
         self.features = LogMel(settings)
         return model
 
-    def __call__(self, audio: Tensor, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, audios: Tensor, prompts: Sequence[str], audio_rate: int | None = None) -> Tensor:
         """Return the score of each sound, `[B]` in float32, differentiable in the sounds.
 
         Args:
-            audio: sounds `[B, samples]`, or `[B, channels, samples]`, whose channels are averaged; in [-1, 1].
+            audios: sounds `[B, samples]`, or `[B, channels, samples]`, whose channels are averaged; in [-1, 1].
             prompts: prompt of each sound.
+            audio_rate: sampling rate of the sounds, by default `sampling_rate`.
 
         Raises:
             ValueError: the shape is not supported, or the number of prompts differs.
         """
-        if audio.ndim not in (2, 3) or len(audio) != len(prompts) or not audio.shape[-1]:
+        if audios.ndim not in (2, 3) or len(audios) != len(prompts) or not audios.shape[-1]:
             raise ValueError(
-                f"audio has the shape {list(audio.shape)} for {len(prompts)} prompts, expected [B, samples] or "
+                f"audios have the shape {list(audios.shape)} for {len(prompts)} prompts, expected [B, samples] or "
                 "[B, channels, samples] and one prompt per sound"
             )
-        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.place_model(audio), torch.float64)
-        windows = self.features.split_windows(resample(mono, self.sampling_rate, self.features.rate))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and audio.requires_grad):
+        mono = (audios if audios.ndim == 2 else audios.mean(1)).to(self.place_model(audios), torch.float64)
+        windows = self.features.split_windows(resample(mono, audio_rate or self.sampling_rate, self.features.rate))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and audios.requires_grad):
             sounds = map_batches(self._embed_windows, windows.flatten(0, 1), self.batch).unflatten(0, windows.shape[:2])
         return (sounds * self.embed_texts(prompts)[:, None]).sum(-1).mean(1)
 

@@ -229,6 +229,10 @@ class Siglip(Similarity):
         "probability": lambda c, m: (compute_logit_scale(m) * c + m.logit_bias.float()).sigmoid(),
     }
 
+    def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Return the input of the text tower for prompts in lower case, as in training; SigLIP 2 tokenizes both cases."""
+        return super().tokenize([prompt.lower() for prompt in prompts])
+
 
 @dataclass(eq=False)
 class Aesthetic(ImageTowers):

@@ -93,6 +93,15 @@ def test_output_and_gradient_are_those_of_the_dequantised_layer(base: Base, dtyp
     torch.testing.assert_close(pairs[0][1], pairs[1][1])
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_a_filled_layer_equals_one_of_the_weight(base: Base) -> None:
+    """A weight of a file is rounded to the dtype first, too."""
+    first, second = (nn.Linear(48, 40).requires_grad_(False) for _ in range(2))
+    expected, layer = (QuantisedLinear(each, base, torch.bfloat16) for each in (first, second))
+    layer.fill(first.weight)
+    assert all(map(torch.equal, layer.quantised, expected.quantised))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_of_fp8_is_torchs(dtype: torch.dtype) -> None:
     """`torch._scaled_mm` of codes with a scale per row; no row depends on the others, and a row of zeros stays one."""

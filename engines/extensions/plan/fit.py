@@ -157,7 +157,7 @@ def to_plan_config(config: TrainConfig, name: str, ranks: int, device: torch.dev
         guidance=config.is_guided,
         step_cache=config.rollout.step_cache,
         merged=config.rollout.reuse == "merged",
-        samples=math.ceil(config.method.sampling.batch / ranks),
+        samples=math.ceil(config.method.sampling.batch * config.engine.context_parallel / ranks),
         schedule=config.method.sampling.steps if isinstance(model, ModularShape) else None,
         steps=max(1, config.method.sampling.window.count(config.method.sampling.steps)),
         fit=config.engine.fit,

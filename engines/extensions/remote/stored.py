@@ -24,7 +24,7 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.core.table import step_coefficients
-from fluvial.engines.data.records import texts
+from fluvial.engines.data.records import model_inputs
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.files import save_tensors, sync
@@ -150,7 +150,7 @@ class ReplaySource(RolloutSource):
             if sample_id not in locations:
                 raise RunError(f"{self.folder}: rollout {name} has no sample {sample_id}: its run had smaller rollouts")
             chunk, row = locations[sample_id].chunk, locations[sample_id].row
-            pairs: dict[str, tuple[str | None, str | None]] = {"prompt": (chunk.prompts[row], prompt.text)}
+            pairs: dict[str, tuple[str | None, str | None]] = {"prompt": (chunk.prompts[row], str(prompt.model_input))}
             if chunk.negatives is not None:
                 pairs["negative prompt"] = chunk.negatives[row], prompt.negative
             for kind, (stored, requested) in pairs.items():
@@ -182,7 +182,7 @@ def write_rollout(folder: Path, requests: Requests, sampling: Sampling, chunks: 
         fields = {**chunk.trajectory._asdict(), "images": chunk.images}
         tensors |= {f"{number}.{name}": fields[name].contiguous() for name in FIELDS if fields[name] is not None}
         samples = slice(start, start + len(chunk.prompts))
-        prompts, windows = texts(chunk.prompts), _list_windows(requests, sampling, samples)
+        prompts, windows = [str(each) for each in model_inputs(chunk.prompts)], _list_windows(requests, sampling, samples)
         negatives = [prompt.negative for prompt in chunk.prompts]
         stored_chunks.append(StoredChunk(chunk.version, list(requests.ids[samples]), prompts, windows, negatives))
         start += len(prompts)
@@ -213,7 +213,7 @@ def open_replayed(
 
 
 class StoredChunk(Struct, frozen=True):
-    """Chunk of a stored rollout: id, prompt, stochastic steps and negative prompt of each sample."""
+    """Chunk of a stored rollout: id, prompt with digests of its images, stochastic steps and negative prompt per sample."""
 
     version: int
     ids: list[int]

@@ -55,7 +55,7 @@ class RewardService:
         most_waiting: largest number of samples that wait for one reward.
 
     Raises:
-        UsageError: there are no rewards, or one takes latents or complete groups, which requests do not hold.
+        UsageError: there are no rewards, or one takes latents, sounds or complete groups, which requests do not hold.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RewardService:
         if not rewards:
             raise UsageError("there are no rewards to serve: name at least one")
         for name, reward in rewards.items():
-            for argument in ("group", "latents"):
+            for argument in ("group", "latents", "audios"):
                 if signature_of(reward).takes(argument):
                     raise UsageError(f"reward {name!r} takes {argument}, which requests do not hold: use it within the run")
         self.limits = limits or ScoringLimits()

@@ -149,8 +149,10 @@ def _open_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: 
     folder = find_pipeline_folder(name, trust_remote_code=config.trust_remote_code, settings=config.settings)
     if has_adapter(folder):
         call, known = dict(map(parse_argument, config.call)), list_call_options(folder)
-        if not call.keys() <= {*known}:
+        if not call.keys() <= {*known} - {"height", "width", "frames"}:
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
+        if wrong := [f"{name}={value}" for name, value in call.items() if not isinstance(value, int | float | None)]:
+            raise UsageError(f"`pipeline.call` holds {wrong[0]}, expected a number, true or false")
         options |= call
         if "height" in known:  # a pipeline with images
             sized = {**config.size._asdict(), "frames": config.frames}

@@ -157,7 +157,6 @@ def test_a_reward_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> No
         (("pickscore:devise=cpu",), r"has no option 'devise', expected weights, .*; did you mean 'device'\?"),
         (("pickscore:batch=many,weights=x",), r"rewards 'pickscore': batch is 'many', expected a whole number"),
         (("pickscore:weights=/nowhere=0.5",), r"^rewards 'pickscore': .*/nowhere"),
-        (("clap",), r"rewards 'clap' scores audio, and samples are images or videos"),
         (("flow_factory",), r"rewards 'flow_factory' needs the option url"),
         (("flow_factory:url=http://127.0.0.1:9,batch=x",), r"batch is 'x', expected a whole number"),
         (("math:pi",), r"is of type float, expected a function"),

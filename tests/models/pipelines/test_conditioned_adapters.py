@@ -24,6 +24,7 @@ from fluvial.models import decode_samples
 from fluvial.models.guidance import Guided
 from fluvial.models.pipelines.conditioned import check_media
 from fluvial.models.pipelines.open import open_model
+from fluvial.models.replay.kinds import write_image
 from fluvial.models.replay.media import MediaPrompt, use_modes
 from fluvial.models.step_cache import StepCache
 
@@ -163,6 +164,15 @@ def theirs(
     return pipeline(**call, latents=noise, guidance_scale=scale).frames.transpose(1, 2)
 
 
+@pytest.mark.parametrize("name", ["wan", "xl-inpaint"])
+def test_a_grey_image_is_one_in_colour(name: str, folders: Folders, tmp_path: Path) -> None:
+    model, noise = opened(name, folders(name)), np.random.default_rng(0)
+    grey = {argument: Image.fromarray(noise.integers(0, 256, SIZE, np.uint8)) for argument in model.takes}
+    both = [MediaPrompt("", {each: write_image(grey[each].convert(mode)) for each in grey}) for mode in ("L", "RGB")]
+    one, other = model.encode(both).image
+    assert torch.equal(one, other)
+
+
 @torch.no_grad()
 def sampled(model: Any, noise: Tensor, prompts: list[MediaPrompt], scale: float) -> Tensor:
     schedule, cond, module = model.schedule(STEPS, tuple(noise.shape[1:])), model.encode(prompts), model.build().eval()
@@ -294,6 +304,13 @@ def test_what_an_adapter_cannot_use_is_refused(folders: Folders, tmp_path: Path)
         (encode(several, {"image": (long_image, long_image)}), "several images, expected one with mixed_images=true"),
         (lambda: opened("wan-clip", folders("wan-clip"), text_tokens=16), "text_tokens is 16, expected 512"),
         (lambda: opened("wan-last", folders("wan"), frames=1), "last_image is true, but there are 1 frames"),
+        *(
+            (lambda name=name, last=last: opened(name, folders(name), last_image=last), f"{says}: leave it out")
+            for name, last, says in (
+                ("wan-clip", True, "last_image is true, but its network takes the embedding of one frame"),
+                ("wan-both", False, "last_image is false, but its network takes embeddings of two frames"),
+            )
+        ),
         (
             lambda: short.encode(prompts_of(short, "qwen-edit", tmp_path)),
             "has 137 tokens with its image, expected at most 133",
@@ -426,10 +443,17 @@ def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders
 
 
 def test_images_that_a_run_cannot_use_are_refused_before_it(folders: Folders, tmp_path: Path, capfd: Captured) -> None:
-    """In one line: an image that is not asked for, and one of another size."""
+    """In one line: an image that is not asked for, one of another size, and options without a meaning."""
     for name, takes, more, says in (
         ("wan", ("image", "last_image"), (), "has a column last_image, which would be ignored"),
         ("sd-image", ("image",), ("--pipeline.height", "24"), "has 24x16 pixels, expected 24x24, the size of the samples"),
+        (
+            "qwen-edit",
+            ("image",),
+            ("--pipeline.call", "mixed_images=no"),
+            "mixed_images=no, expected a number, true or false",
+        ),
+        ("wan", ("image",), ("--pipeline.call", "frames=9"), "--pipeline.call has no effect with an adapter"),
     ):
         words = typed(name, folders(name), tmp_path, *more)
         records(name, tmp_path, takes)

@@ -55,6 +55,7 @@ def test_tiles_decode_as_the_pipelines_own_do(name: str, folders: Folders) -> No
     one_by_one = torch.cat([tiled.decode(latents[i : i + 1]) for i in range(2)])
     tiled.vae.use_tiling = True
     assert not torch.equal(images[1], one_by_one)
+    assert name == "sd3" or tiled.vae.tile_sample_stride_width == 48  # tiles overlap by a quarter
     assert torch.equal(torch.cat([tiled.decode(latents[i : i + 1]) for i in range(2)]), images[1])
 
 

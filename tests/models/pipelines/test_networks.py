@@ -121,14 +121,15 @@ def test_frozen_parts_are_loaded_when_they_are_used_and_decode_in_chunks(name: s
 def test_options_of_flux(folders: Folders) -> None:
     """Only a distilled FLUX depends on its guidance input; a shift of one's own moves the linear levels once."""
     for name, matters in (("flux", True), ("flux-schnell", False)):
-        model = opened(name, folders(name), embedded_guidance=1.5)
+        model = opened(name, folders(name), **({"embedded_guidance": 1.5} if matters else {}))
         module, x, cond = model.build(), start(model, 2, (16, 16)), model.encode(ROWS[name].prompts[:2])
-        assert cond.guidance.tolist() == [1.5, 1.5]
-        other = cond._replace(guidance=torch.tensor([1.5, 4.0]))
+        assert cond.guidance.tolist() == [1.5 if matters else 3.5] * 2
+        other = cond._replace(guidance=torch.tensor([cond.guidance[0], 4.0]))
         a, b = (model.predict(module, x, torch.tensor([0.5, 0.5]), each) for each in (cond, other))
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1]) != matters
-    refuses("embedded_guidance is -1", Flux, folders("flux"), embedded_guidance=-1.0)
+    for wrong, name in ((-1.0, "flux"), (True, "flux"), (2.0, "flux-schnell")):
+        refuses(f"embedded_guidance is {wrong}, ", Flux, folders(name), embedded_guidance=wrong)
     folder = folders("flux")
     shifted_model, plain = opened("flux", folder, shift=3.0), opened("flux", folder)
     shape = plain.latent_shape(*ROWS["flux"].sizes[0])

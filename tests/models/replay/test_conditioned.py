@@ -16,6 +16,7 @@ from torch import nn
 
 from fluvial.core.random import key
 from fluvial.models.replay.any_pipeline import AnyPipeline
+from fluvial.models.replay.kinds import write_image
 from fluvial.models.replay.media import MediaPrompt, use_modes
 from fluvial.models.replay.recorded import make_generators
 from fluvial.models.replay.start import remove_offset
@@ -115,6 +116,12 @@ def test_an_image_changes_the_conditioning(name: str, folder: Folders) -> None:
     assert all(map(torch.equal, found[0], found[1]))
     assert not all(map(torch.equal, found[0], found[2]))
     assert first == same != other
+
+    def greyed(mode: str) -> MediaPrompt:  # a mask stays grey
+        files = {name: Image.open(str(file)).convert("L").convert(mode) for name, file in first.media.items()}
+        return MediaPrompt(first.text, {name: write_image(image) for name, image in files.items()})
+
+    assert all(map(torch.equal, *(optree.tree_leaves(model.encode([greyed(mode)])) for mode in ("L", "RGB"))))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from helpers.refusals import refuses
 from scipy.signal import resample as scipy_resample
 
 from fluvial.core.random import key, uniform
+from fluvial.engines.scoring.signature import signature_of
 from fluvial.models.rewards.clap import Clap, LogMel, resample
 
 PROMPTS = ["rain", "a dog and rain", "a dog"]
@@ -80,7 +81,9 @@ def test_scores_are_the_cosines_of_transformers(folder: Path) -> None:
     features = extractor()(list(sounds().numpy()), sampling_rate=RATE, return_tensors="pt")
     with torch.no_grad():
         output = ClapModel.from_pretrained(folder)(**tokens, **features)
-    found = Clap(folder, sampling_rate=RATE)(sounds(), PROMPTS)
+    found = Clap(folder)(sounds(), PROMPTS, audio_rate=RATE)
+    assert torch.equal(found, Clap(folder, sampling_rate=RATE)(sounds(), PROMPTS))
+    assert all(map(signature_of(Clap(folder)).takes, ("audios", "audio_rate")))  # as a run names them
     wanted = (output.audio_embeds * output.text_embeds).sum(-1)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
     assert found.std() > 1e-3
@@ -105,7 +108,7 @@ def test_gradients_batches_channels_and_windows(folder: Path) -> None:
 @pytest.mark.parametrize(("rate", "wanted"), [(6000, 8000), (16000, 8000), (44100, 48000)])
 def test_resampling_is_that_of_scipy(rate: int, wanted: int) -> None:
     time = torch.arange(601, dtype=torch.float64) / 601
-    audio = sum(torch.sin(2 * torch.pi * n * time + n) / n for n in (1, 7, 40, 90))
+    audio = sum(torch.sin(2 * torch.pi * n * time + n) / n for n in (1, 7, 40, 90, 300))
     assert isinstance(audio, torch.Tensor)
     found = resample(audio[None], rate, wanted)[0]
     np.testing.assert_allclose(found.numpy(), scipy_resample(audio.numpy(), round(601 * wanted / rate)), atol=1e-9)
@@ -115,7 +118,7 @@ def test_resampling_is_that_of_scipy(rate: int, wanted: int) -> None:
 def test_what_is_wrong_is_one_line(folder: Path, tmp_path: Path) -> None:
     from transformers import ClapModel
 
-    refuses(r"audio has the shape \[3, 6000\] for 1 prompts", Clap(folder), sounds(), ["rain"])
+    refuses(r"audios have the shape \[3, 6000\] for 1 prompts", Clap(folder), sounds(), ["rain"])
     ClapModel(config(enable_fusion=True, fusion_type="channel_map", patch_embed_input_channels=4)).save_pretrained(tmp_path)
     refuses("are a model with fusion, expected one without", Clap, tmp_path)
     refuses("its feature extractor has no hop_length", LogMel, {**extractor().to_dict(), "hop_length": None})

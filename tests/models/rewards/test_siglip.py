@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scores_are_the_formula(folder: Path) -> None:
-    """The cosine, the logit and its sigmoid; the text is padded to the length of training, the image is squeezed."""
+    """The cosine, the logit and its sigmoid; the text is lowered and padded as in training, the image is squeezed."""
     from transformers import AutoTokenizer, SiglipModel
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -43,7 +43,7 @@ def test_scores_are_the_formula(folder: Path) -> None:
         output = SiglipModel.from_pretrained(folder)(input_ids=ids, pixel_values=pixels)
     cosine, logit = (output.image_embeds * output.text_embeds).sum(-1), output.logits_per_image.diag()
     for form, wanted in (("cosine", cosine), ("logit", logit), ("probability", logit.sigmoid())):
-        scores = Siglip(folder, form=form)(tiny_rewards.images(), PROMPTS)
+        scores = Siglip(folder, form=form)(tiny_rewards.images(), [prompt.title() for prompt in PROMPTS])
         torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-5)
     assert cosine.std() > 1e-3
     tiny_rewards.check_images(partial(Siglip, folder, form="probability"), PROMPTS)

@@ -186,7 +186,7 @@ def read_media_form(body: bytes, content_type: str) -> tuple[dict[str, Any], lis
         if field.name in LINKS:
             images.append(text)
         elif text.lower() not in ("", "false"):
-            number = field.name in NUMBERS and re.fullmatch(r"-?[0-9]{1,20}(\.[0-9]{1,20})?", text.strip())
+            number = field.name in NUMBERS and re.fullmatch(r"-?(0|[1-9][0-9]{0,19})(\.[0-9]{1,20})?", text.strip())
             values[field.name] = json.loads(text) if number else text
     return values, images, masks[0] if masks else ""
 

@@ -83,6 +83,8 @@ class VideoJobs:
         else:
             value = await read_json(request, dict[str, Any], most_bytes=limits.body)
             media = [str(link) for name in LINKED if (link := value.pop(name, None))]
+            if str(value.get("seconds")).isdecimal():  # text in OpenAI's requests
+                value["seconds"] = int(value["seconds"])
         value = {name: each for name, each in value.items() if name not in NO_EFFECT and each is not None}
         if "num_outputs_per_prompt" in value:
             value["n"] = value.pop("num_outputs_per_prompt")
@@ -93,7 +95,10 @@ class VideoJobs:
             raise RequestError("videos are written by PyAV, which is not installed: pip install 'fluvial[video]'", 501)
         if len(self.tasks) >= MOST_JOBS:
             raise RequestError(f"{MOST_JOBS} videos are being made: try again later", 429, retry_after=10)
-        values = parsed.build_requests(media, num_frames=parsed.frames, fps=parsed.fps)
+        frames, rate = parsed.frames, getattr(self.service.policy.model, "rate", 1)
+        if parsed.num_frames is None and frames is not None and rate > 1:
+            frames = frames // rate * rate + 1  # as sglang and diffusers round it
+        values = parsed.build_requests(media, num_frames=frames, fps=parsed.fps)
         requests = [await asyncio.to_thread(read_request, each, limits.request) for each in values]
         for each in requests:  # raises for a wrong request now, not in the job
             await asyncio.to_thread(build_orders, each, self.service.policy, limits)

@@ -53,8 +53,10 @@ def same(scores: Any, expected: list[float]) -> bool:
 
 def test_flow_factory_takes_and_gives_json() -> None:
     server = client({"rewards": [1, 0.5]}, {"rewards": [None]}, in_flight=1)
-    assert same(FlowFactory(server, batch=2)(images(), PROMPTS), [1, 0.5, NAN])
-    first = sent(server)
+    assert same(FlowFactory(server, batch=2)(images(), PROMPTS, [*images(6)[3:]]), [1, 0.5, NAN])
+    first, second = sent(server), sent(server, 1)
+    before = [red(base64.b64decode(file)) for each in (first, second) for (file,) in each["condition_images"]]
+    assert before == [3, 4, 5]
     assert set(first) == {"prompt", "image", "video", "condition_images", "condition_videos"}
     assert first["prompt"] == ["a cat", "a dog"]
     assert [red(base64.b64decode(file)) for file in first["image"]] == [0, 1]

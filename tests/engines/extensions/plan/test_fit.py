@@ -63,6 +63,11 @@ def test_a_run_is_planned_with_the_passes_that_its_loss_holds() -> None:
     assert to_plan_config(opposed, "handwriting", 1, CPU).graphs == 2
 
 
+def test_ranks_that_share_samples_hold_all_of_their_groups() -> None:
+    config = with_values(RECIPES["grpo"]("handwriting"), {"engine.comm": "reshard", "engine.context_parallel": 4})
+    assert to_plan_config(config, "handwriting", 8, CPU).samples == config.method.sampling.batch / 2
+
+
 def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
     pipeline = PipelineConfig(height=64, width=64)

@@ -167,6 +167,7 @@ def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
         assert request["rollout_debug_mode"] is False
         assert (request["rollout_return_dit_trajectory"], request["num_outputs_per_prompt"]) == (True, 4)
     assert len({request["seed"] for request in fake.requests}) == len(fake.requests) == 3
+    assert max(request["seed"] for request in fake.requests) > 2**40  # drawn from so many that rollouts share none
     assert handshake.largest == 0.0
     assert handshake.kind == "sglang"
     assert {chunk.version for chunk in made} == {3}

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ def test_a_chunk_is_as_old_as_its_oldest_sample(one: World, folder: Path, tmp_pa
         spec = trainer.sampler.specify(*first_rollout(trainer))
         (chunk,) = trainer.sampler.source.generate(spec.requests, spec.sampling, micro_batch=8)
     assert chunk.version == 4
+
+
+def test_a_rollout_of_other_images_is_refused(one: World, folder: Path, tmp_path: Path) -> None:
+    with Trainer(config(tmp_path, **{"rollout.source": f"replayed:{folder}"}), tiny.job(), one) as trainer:
+        spec = trainer.sampler.specify(*first_rollout(trainer))
+        prompts = [replace(prompt, media={"image": b"an image"}) for prompt in spec.requests.prompts]
+        requests = spec.requests._replace(prompts=prompts)
+        with pytest.raises(RunError, match=f"{sha256(b'an image').hexdigest()}': use the prompts of the run that stored it"):
+            next(trainer.sampler.source.generate(requests, spec.sampling, micro_batch=4))
 
 
 def first_rollout(trainer: Trainer) -> tuple[Any, list[Any], int]:

@@ -159,8 +159,12 @@ def test_what_cannot_be_served_is_refused() -> None:
     def preferred(images: Tensor, prompts: Sequence[str], group: int) -> list[float]:
         return [0.0] * len(prompts)
 
-    with pytest.raises(UsageError, match="reward 'preferred' takes group, which requests do not hold"):
-        app(preferred)
+    def heard(audios: Tensor, prompts: Sequence[str]) -> list[float]:
+        return [0.0] * len(prompts)
+
+    for reward, what in ((preferred, "group"), (heard, "audios")):
+        with pytest.raises(UsageError, match=f"reward '{reward.__name__}' takes {what}, which requests do not hold"):
+            app(reward)
     with pytest.raises(UsageError, match="there are no rewards to serve"):
         app()
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from helpers.fake_servers import client, loopback
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.wire.client import HttpClient, Reply, is_success
+from fluvial.engines.extensions.wire.client import HttpClient, Reply, is_success, read_retry_after
 
 BUSY = Reply(503, {}, b"loading")
 REFUSED = httpx2.ConnectError("[Errno 111] refused")
@@ -68,6 +69,8 @@ def test_the_server_says_when_to_come_back() -> None:
         late.get("/x")
     odd = client(Reply(429, {"retry-after": "soon"}, b""), Reply(503, {"retry-after": "-5"}, b""), {"ok": 1})
     assert odd.get("/x") == {"ok": 1}
+    at = Reply(503, {"retry-after": formatdate(time.time() + 60, usegmt=True)}, b"")
+    assert 50 < read_retry_after(at) <= 60
 
 
 def test_what_is_no_json_is_one_line() -> None:

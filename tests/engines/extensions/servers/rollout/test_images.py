@@ -125,6 +125,7 @@ def test_forms_edit_images(server: servers.Server, folder: Path) -> None:
 FORMS: dict[str, tuple[list[tuple[str, Any]], str]] = {
     "no image": ([("prompt", "a fox")], "has no image"),
     "a number that is none": ([("image", b""), ("prompt", "a fox"), ("n", "two")], "n"),
+    "a number with a zero before it": ([("image", b""), ("prompt", "a fox"), ("n", "02")], "n: Expected"),
     "an unknown field": ([("image", b""), ("prompt", "a fox"), ("strength", "1")], "strength"),
     "what would change the image": ([("image", b""), ("prompt", "a"), ("enable_cache_dit", "true")], "enable_cache_dit is"),
     "no file of an image": ([("image", b"none"), ("mask", b"none"), ("prompt", "a")], "image cannot be read as PNG"),

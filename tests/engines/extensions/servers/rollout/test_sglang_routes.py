@@ -239,8 +239,11 @@ def test_videos_are_made_with_its_requests_and_its_client(
         assert (refused.status_code, refused.json()["detail"][:26]) == (400, "enable_frame_interpolation")
         whole = protocol.VideoGenerationsRequest(prompt="1", size="16x16", num_frames=4).model_dump()
         assert set(httpx2.post(f"{url}/v1/videos", json=whole).json()) <= set(protocol.VideoResponse.model_fields)
+        monkeypatch.setattr(Videos, "rate", 3, raising=False)  # frames per latent, by which a length in seconds is rounded
+        timed = {"prompt": "1", "size": "16x16", "seconds": "1", "fps": 3}  # text, as OpenAI's client sends it
+        assert httpx2.post(f"{url}/v1/videos", json=timed).json()["seconds"] == "1"
         listed = protocol.VideoListResponse(**httpx2.get(f"{url}/v1/videos").json())
-        assert [listed.last_id, len(listed.data)] == [job.id, 2]
+        assert [listed.last_id, len(listed.data)] == [job.id, 3]
         assert httpx2.get(f"{url}/v1/videos?limit=1").status_code == 400
         assert httpx2.delete(f"{url}/v1/videos/{job.id}").json()["status"] == "deleted"
         assert httpx2.get(f"{url}/v1/videos/{job.id}").status_code == 404
