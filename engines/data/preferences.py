@@ -144,7 +144,8 @@ def read_preferences(
     preferences = []
     for record in read_preference_records(folder, check=check, heldout=heldout, skip=skip):
         try:
-            samples = encode(torch.stack([read_image(image) for image in (record.win, record.lose)]))
+            images = torch.broadcast_tensors(*map(read_image, (record.win, record.lose)))  # one of them may be grey
+            samples = encode(torch.stack(images))
         except (UsageError, RuntimeError) as error:
             raise UsageError(f"{record.where}: its images cannot be used: {' '.join(str(error).split())}") from error
         if tuple(samples.shape[1:]) != tuple(shape):

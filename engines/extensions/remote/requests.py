@@ -214,6 +214,8 @@ def check_sglang(sampling: ReadingConfig, prediction: Prediction, *, autocast: b
         problem = "sampling.groups is scouted"
     if sampling.sampler.kind not in SDE_TYPES:
         problem = f"sampling.sampler is {sampling.sampler.kind}, expected one of {', '.join(SDE_TYPES)}"
+    if sampling.guidance.scale < 1:  # it guides above 1 alone
+        problem = f"sampling.guidance.scale is {sampling.guidance.scale:g}, expected at least 1"
     if prediction != "velocity":
         problem = f"the model predicts {prediction}"
     _raise_problem(problem)

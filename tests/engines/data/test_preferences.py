@@ -60,6 +60,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_preferences(tmp_path / "colour", [("1", image, 1 - image)])
     (colour,) = read_preferences(tmp_path / "colour", replace(tiny.job(), shape=(3, 4, 6)))
     torch.testing.assert_close(colour.win, image * 2 - 1, rtol=0, atol=1.01 / 255)
+    write_preferences(tmp_path / "mixed", [("1", image, image[:1])])
+    (mixed,) = read_preferences(tmp_path / "mixed", replace(tiny.job(), shape=(3, 4, 6)))
+    torch.testing.assert_close(mixed.lose, (image[:1] * 2 - 1).expand(3, -1, -1), rtol=0, atol=1.01 / 255)
 
 
 def line(**changes: Any) -> str:

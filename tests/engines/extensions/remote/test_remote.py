@@ -32,7 +32,7 @@ from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.batch import RolloutSpec
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig, Truncate
-from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, generate, move_schedule
+from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, generate, move_schedule
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.source import Holder, InProcess
 from fluvial.engines.sampling.tail import Tail
@@ -194,6 +194,7 @@ def test_what_sglang_cannot_do_is_refused(one: World) -> None:
         {"window": RandomWindow(1, high=3, draw="sample")},
         {"window": Branches(1, 2, high=2)},
         {"window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))},
+        {"guidance": Guidance(scale=0.5)},
     ]
     for rollout in rollouts:
         with pytest.raises(UsageError, match=r"^sampling\.[^\n]*sglang[^\n]*$"):
