@@ -77,6 +77,7 @@ def test_the_formula() -> None:
         )
     assert max(map(len, history.values())) == 8
     assert min(map(len, history.values())) < 4
+    assert history_advantages(torch.ones(1), ["p"], {}, replace(DDPO, ddof=1)).tolist() == [0]  # of a single sample
 
 
 def test_clipped_advantages_are_rescaled() -> None:
