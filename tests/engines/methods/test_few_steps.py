@@ -29,7 +29,7 @@ from fluvial.engines.run.declared import Follower, Trained
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RenoisedSamples
-from fluvial.engines.sampling.noising import UniformLevels
+from fluvial.engines.sampling.noising import AutoLevels, UniformLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, FirstRecorded, OneRecorded
 from fluvial.models.guidance import Guided
@@ -332,7 +332,7 @@ class Watched(tiny.Run):
 
 def test_rtdmd_matches_the_last_step_alone(one: World) -> None:
     """The surrogate has the first steps; the fake learns clean samples, and both networks are asked at the same noise."""
-    run = Watched(Rtdmd(sampling=CPS, first=2), one)
+    run = Watched(Rtdmd(sampling=CPS, first=2, levels=AutoLevels()), one)  # auto is any level between the two
     run.rollout()
     fake, first = (items.rows for items in run.seen["update"])
     (last,) = run.seen["accumulate"]
@@ -353,14 +353,19 @@ def test_a_reward_term_is_its_formula() -> None:
 
 def test_the_surrogate_prefers_the_better_samples_of_its_group(one: World) -> None:
     """Groups share noise; the student is led from the base to it; the average follows it, and not the policy."""
-    method = TdmR1(sampling=replace(CPS, sampler=Ode()), surrogate=SurrogateConfig(OptimizerConfig(lr=0.1)))
+    method = TdmR1(sampling=replace(CPS, sampler=Ode()), surrogate=SurrogateConfig(OptimizerConfig(lr=0.1), steps=2))
     run = Watched(method, one, train="lora", optimizer=OptimizerConfig(lr=1e-9))
     run.rollout()
     _, judged, _, read = (items.rows for items in run.seen["predict"])
     noise = judged.noise.unflatten(0, (3, 4))
     assert torch.equal(noise, noise[:, :1].expand_as(noise))
     assert not torch.equal(noise[0], noise[1])
-    led = run.seen["update"][-1].rows.predictions["rl"]
+    _, surrogate, student = (items.rows for items in run.seen["update"])
+    levels = run.trainer.schedule.levels
+    assert_close(surrogate.context[:, 2], 0.25 + (levels[1:] > surrogate.start_level[:, None]).sum(1) / 4)  # late steps more
+    assert torch.equal(student.context, student.level >= levels[1])  # the first two steps are led by the surrogate
+    assert 0 < student.context.sum() < len(student.context)
+    led = student.predictions["rl"]
     v, level = read.predictions, read.level.view(-1, *[1] * (read.x.ndim - 1))
     assert_close(led, level * (v["base"] - v["guide"]))
     state = run.weights()
