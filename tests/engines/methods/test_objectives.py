@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from helpers import tiny_jobs as tiny
 from helpers.objective_rows import OBJECTIVE_ROWS
 from helpers.refusals import refuses
+from helpers.tables import normals
+from torch.testing import assert_close
 
-from fluvial.core import transitions
+from fluvial.core import gaussian, transitions
 from fluvial.core.guidance import classifier_free
+from fluvial.core.policy import PolicyInfo
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import ChunkGrpo, grpo
+from fluvial.engines.methods import ChunkGrpo, StepKLConfig, grpo
 from fluvial.engines.methods.table import (
     METHODS,
     D3po,
@@ -27,7 +31,7 @@ from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
-from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.kernels import dispatch
 from fluvial.kernels.dispatch import prefer, resolve
 
@@ -102,6 +106,20 @@ def test_every_loss_takes_the_preferred_implementation(name: str) -> None:
     kernels = 1 + (hasattr(method, "kl") and method.recorded is None and name != "crd")
     assert len(seen) >= kernels
     assert set(seen) == {"reference"}
+
+
+@pytest.mark.parametrize("weight", ["rate", "exact", "mse"])
+def test_each_kl_of_steps_has_its_coefficient(weight: Any) -> None:
+    """That to the reference, which is logged, and that to the moving average have one weight per step."""
+    (v, ref, ema), level = normals(0, 3, 2, 3, 4), torch.tensor([0.8, 0.4]).double()
+    step = transitions.dance_sde(level, level / 2, eta=0.5)
+    rows: Any = SimpleNamespace(transition=step, dt=-level / 2, predictions={"ref": ref, "ema": ema})
+    kl, kl_ema = (gaussian.kl(step, v, other) for other in (ref, ema))
+    config, nothing = StepKLConfig(coef=0.1, ema_coef=0.5, weight=weight), torch.zeros(2).double()
+    loss, info = config.add_to_steps(nothing, PolicyInfo(*[nothing] * 5), kl, v, rows, SAMPLERS["flow_sde"], "mean")
+    factor = {"rate": level / 2, "exact": 1.0, "mse": 2 * step.std**2}[weight]
+    assert_close(loss, factor * (0.1 * kl + 0.5 * kl_ema))
+    assert torch.equal(info.kl_ref, kl)
 
 
 def test_the_mean_of_d3pos_loss_is_that_of_its_pairs() -> None:
