@@ -16,14 +16,17 @@ from torch.testing import assert_close
 from fluvial.core import gaussian, transitions
 from fluvial.core.guidance import classifier_free
 from fluvial.core.policy import PolicyInfo
+from fluvial.core.random import key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import ChunkGrpo, StepKLConfig, grpo
 from fluvial.engines.methods.table import (
     METHODS,
+    Crd,
     D3po,
     Dgpo,
     Grpo,
+    Kto,
 )
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.method import PassesConfig
@@ -106,6 +109,29 @@ def test_every_loss_takes_the_preferred_implementation(name: str) -> None:
     kernels = 1 + (hasattr(method, "kl") and method.recorded is None and name != "crd")
     assert len(seen) >= kernels
     assert set(seen) == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (Kto(labels="reward"), [0.3]),
+        (Crd(), [[0.15, 0.45], [0.45, 0.45]]),  # means of the implicit rewards and of the rewards, per level
+        (Dgpo(), torch.tensor([0.15, 0.45]).sigmoid().tolist()),
+    ],
+)
+def test_statistics_of_an_update_are_those_of_the_samples_that_count(method: Any, expected: list[Any]) -> None:
+    """One of three samples does not: it is at the mean of its group, or among the middle ones of `advantage.extremes`."""
+    contexts, values = list[torch.Tensor](), torch.tensor([[0.2, 0.4], [0.0, 0.0], [0.1, 0.5]])
+    used = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    part: Any = SimpleNamespace(used=used, rows=SimpleNamespace(level=torch.ones(1)), look_up=lambda table: table[0])
+    part.with_rows = lambda context: contexts.append(context)
+    batch = SimpleNamespace(spread=lambda values: values, share=SimpleNamespace(batch=3), compared=3)
+    grades = SimpleNamespace(advantage=torch.tensor([1.0, 0.0, -2.0]), keep=None)
+    calls: dict[str, Any] = {"grade": lambda *given: grades, "gather": lambda *given: values, "measure": lambda *given: None}
+    calls |= {"noise_samples": lambda *given, **more: None, "minibatches": lambda *given: [part]}
+    calls |= {"predict": lambda part, *names: part, "update": lambda *given: None}
+    list(method.learn(SimpleNamespace(**calls), batch, key(0)))
+    assert_close(contexts[0], torch.tensor(expected))
 
 
 @pytest.mark.parametrize("weight", ["rate", "exact", "mse"])

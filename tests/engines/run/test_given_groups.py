@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -129,20 +128,3 @@ def test_rewards_are_labels(one: World, tmp_path: Path) -> None:
     scores = spied.scores[:, 0].view(3, 4)
     expected = (scores - scores.mean(1, keepdim=True)).sign().flatten()
     assert torch.equal(spied.updates[0].items.signal, expected)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_baseline_is_the_mean_gain_of_the_samples_with_a_label(sign: int) -> None:
-    """Those at the mean of their group have none, and do not count."""
-    contexts, gains = list[Tensor](), sign * torch.tensor([[0.2, 0.4], [0.0, 0.0], [0.1, 0.5]])
-    part = SimpleNamespace(
-        used=torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]), rows=SimpleNamespace(level=torch.ones(4))
-    )
-    part.with_rows = lambda context: contexts.append(context)
-    calls: dict[str, Any] = {"grade": lambda batch: SimpleNamespace(advantage=torch.tensor([1.0, 0.0, -1.0]))}
-    calls |= {"noise_samples": lambda *given, **more: None, "minibatches": lambda *given: [part]}
-    calls |= {"predict": lambda part, name: part, "measure": lambda *given: None, "gather": lambda *given: gains}
-    list(
-        Kto(labels="reward").learn(cast(Any, SimpleNamespace(**calls, update=lambda *given: None)), cast(Any, None), key(0))
-    )
-    torch.testing.assert_close(contexts[0], torch.full((4,), max(sign * 0.3, 0.0)))
