@@ -1,5 +1,6 @@
 """Groups that are filled up, and samples whose initial noise scouts chose: what stands in the batch, and what it costs."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,6 +78,13 @@ def test_a_group_is_flat_if_no_samples_of_it_that_are_compared_differ() -> None:
     of, batch = SimpleNamespace(runners=SimpleNamespace(weights=torch.ones(1))), SimpleNamespace(rewards=rewards, compared=2)
     batch.spec = SimpleNamespace(group=4)
     assert Rollouts._find_flat(cast(Any, of), cast(Any, batch), 0.0) == [1]
+    rewards.scores = torch.tensor([[math.nan], [0.0], [1.0], [2.0], [10.0], [20.0], [30.0], [math.nan]])
+    assert Rollouts.find_extremes(cast(Any, of), cast(Any, batch), 1) == [
+        1,
+        3,
+        4,
+        6,
+    ]  # the median of a group is in its middle
 
 
 @pytest.mark.parametrize("line", ["grpo", "nft ode"])
