@@ -40,7 +40,6 @@ from fluvial.core import (
     random,
     rollout,
     sigmas,
-    step,
     table,
     transitions,
 )
@@ -215,16 +214,6 @@ CASES: list[Case] = [
     (lambda: surrogate(S, S[:1], S), ValueError, r"clipped_surrogate: log_prob_old has shape \[1\]"),
     (lambda: surrogate(S, S, X), ValueError, r"clipped_surrogate: advantage has shape \[3, 4\]"),
     (lambda: surrogate(S[0], S[0], S[0]), ValueError, r"clipped_surrogate: log_prob has shape \[\]"),
-    (
-        lambda: step.policy_loss(
-            transitions.dance_sde(S, S / 2, eta=0.5),
-            *(X, X, X),
-            **{"log_prob_old": S, "advantage": S, "clip_low": 0.1, "clip_high": 0.1},
-            **{"v_ref": X, "kl_coef": 0.1, "dt": X},
-        ),
-        ValueError,
-        r"policy_loss: std has shape \[3\], expected \[\] or \[3, 4\]",
-    ),
     (lambda: surrogate(S, S, GROUP), TypeError, "clipped_surrogate: advantage is torch.int64"),
     (lambda: surrogate(S, S, S, clip_low=1.1), ValueError, r"clip_low is 1.1, expected .* in \[0, 1\]"),
     (lambda: surrogate(S, S, S, clip_high=-1.0), ValueError, "clip_high is -1.0, expected a finite number >= 0"),

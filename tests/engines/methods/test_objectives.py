@@ -19,7 +19,7 @@ from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import ChunkGrpo, Mask, StepKLConfig, Truncate, grpo
+from fluvial.engines.methods import ChunkGrpo, StepKLConfig, Truncate, grpo
 from fluvial.engines.methods.losses import correct
 from fluvial.engines.methods.table import (
     METHODS,
@@ -135,16 +135,16 @@ def test_statistics_of_an_update_are_those_of_the_samples_that_count(method: Any
     assert_close(contexts[0], torch.tensor(expected))
 
 
-@pytest.mark.parametrize(("config", "factors"), [(Truncate(threshold=1.5), [1.5, 1.0]), (Mask(threshold=1.5), [0.0, 1.0])])
-def test_a_correction_weights_the_signal_by_the_ratio_to_the_rollout(config: Any, factors: list[float]) -> None:
-    """Old log-probabilities are those of the update; the ratios are e and 1."""
+def test_a_correction_weights_the_signal_by_the_ratio_to_the_rollout() -> None:
+    """Old log-probabilities are those of the update; the ratios are e, which is truncated, and 1."""
     now, rows = torch.tensor([0.5, -1.0]), SimpleNamespace(log_prob_old=torch.tensor([-0.5, -1.0]), predictions={})
     rows.signal = torch.tensor([2.0, 3.0])
     steps: Any = SimpleNamespace(rows=rows, look_up=lambda table: table[:, 0], with_rows=lambda **fields: fields)
     calls: dict[str, Any] = {"measure": lambda *given: (now,), "gather": lambda steps, values: values[:, None]}
-    found: Any = correct(cast(Any, SimpleNamespace(**calls, log=lambda **values: None)), steps, config, cast(Any, None))
+    run: Any = SimpleNamespace(**calls, log=lambda **values: None)
+    found: Any = correct(run, steps, Truncate(threshold=1.5), cast(Any, None))
     assert torch.equal(found["log_prob_old"], now)
-    assert_close(found["signal"], rows.signal * torch.tensor(factors))
+    assert_close(found["signal"], rows.signal * torch.tensor([1.5, 1.0]))
 
 
 @pytest.mark.parametrize("weight", ["rate", "exact", "mse"])
