@@ -156,7 +156,7 @@ def test_each_kl_of_steps_has_its_coefficient(weight: Any) -> None:
     kl, kl_ema = (gaussian.kl(step, v, other) for other in (ref, ema))
     config, nothing = StepKLConfig(coef=0.1, ema_coef=0.5, weight=weight), torch.zeros(2).double()
     loss, info = config.add_to_steps(nothing, PolicyInfo(*[nothing] * 5), kl, v, rows, SAMPLERS["flow_sde"], "mean")
-    factor = {"rate": level / 2, "exact": 1.0, "mse": 2 * step.std**2}[weight]
+    factor: Any = {"rate": level / 2, "exact": 1.0, "mse": 2 * step.std**2}[weight]
     assert_close(loss, factor * (0.1 * kl + 0.5 * kl_ema))
     assert torch.equal(info.kl_ref, kl)
 
