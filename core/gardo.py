@@ -3,7 +3,6 @@
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fluvial.core.advantages import group_advantages
@@ -32,10 +31,10 @@ def diverse_advantages(reward: PerSample, features: Tensor, group: Ids) -> PerSa
     centred = group_advantages(reward, group, scale="none")
     if features.ndim != 2 or len(features) != len(reward):
         raise ValueError(f"diverse_advantages: features have shape {list(features.shape)}, expected [{len(reward)}, D]")
-    unit = F.normalize(features.to(torch.float64), dim=1)
+    unit = torch.nn.functional.normalize(features.to(torch.float64), dim=1)
     same = group[:, None] == group
     others = same & ~torch.eye(len(reward), dtype=torch.bool, device=reward.device)
-    nearest = F.pad(torch.where(others, 1 - unit @ unit.T, torch.inf), (0, 1), value=torch.inf).amin(1)  # padded for B = 0
+    nearest = torch.nn.functional.pad(torch.where(others, 1 - unit @ unit.T, torch.inf), (0, 1), value=torch.inf).amin(1)
     distance = torch.where(others.any(1), nearest.clamp(min=0), torch.zeros_like(nearest))
     mean = (same.to(distance.dtype) @ distance) / same.sum(1)
     equal = mean < 1e-12  # rounding of a cosine of 1
@@ -85,7 +84,7 @@ def doubt_gate(doubt: PerSample, *, share: float) -> PerSample:
     if can_look(doubt) and not torch.isfinite(doubt).all():
         raise ValueError("doubt_gate: doubt is not finite")
     known = doubt >= 0
-    known_doubts = F.pad(torch.where(known, doubt.to(dtype), torch.inf), (0, 1), value=torch.inf)
+    known_doubts = torch.nn.functional.pad(torch.where(known, doubt.to(dtype), torch.inf), (0, 1), value=torch.inf)
     ordered, last = torch.sort(known_doubts).values, (known.sum() - 1).clamp(min=0)
     place = (1 - share) * last.to(dtype)  # torch.nanquantile has no rule for vmap
     below, above = (ordered.gather(0, bound(place).long()[None]) for bound in (torch.floor, torch.ceil))

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key, fold_in, uniform
@@ -553,7 +552,7 @@ class OneRecorded:
         drawn = uniform(fold_in(key, samples), (batch, recorded))
         if self.odds == "late":  # the largest u^(1/n) is at a step with odds proportional to n
             drawn = drawn ** (1 / torch.arange(1, recorded + 1))
-        return one_hot(drawn.argmax(1), recorded).float()  # the first of equal draws
+        return torch.nn.functional.one_hot(drawn.argmax(1), recorded).float()  # the first of equal draws
 
 
 Trained = AllRecorded | FirstRecorded | RandomRecorded | StratifiedRecorded | OneRecorded

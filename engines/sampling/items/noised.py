@@ -152,8 +152,7 @@ def renoised_samples(
         schedule: the model's schedule.
         levels: distribution of u.
     """
-    config = NoisingConfig(each=1, levels=levels).choose_levels(on_schedule=False)  # a renoised sample may have any level
-    drawn, _ = draw_levels(keys, schedule, config)
+    drawn, _ = draw_levels(keys, schedule, NoisingConfig(each=1, levels=levels).choose_levels(on_schedule=False))
     low, high = bounds
     noisy = low + (high - low) * drawn[:, 0]
     noise = normal(fold_in(keys, Stream.NOISE), tuple(start.shape), dtype=start.dtype)
