@@ -54,9 +54,10 @@ def multi_reward_advantages(
 ) -> PerSample:
     """Return the advantages of several rewards, `[B]`: each is normalised in its group, their sum over the batch.
 
-        A = (S - mean(S)) / (std(S) + eps),  S = sum_k w_k A_k,  A_k = group_advantages(r_k)
+        A = S / (std(S) + eps),  S = sum_k w_k A_k,  A_k = group_advantages(r_k)
 
-    Normalising each reward before the sum keeps a reward with a large spread from dominating (GDPO, arXiv 2601.05242).
+    Normalising each reward before the sum keeps a reward with a large spread from dominating (GDPO, arXiv 2601.05242). The
+    mean of S is 0; it is not subtracted, because its rounding would give samples of flat groups an advantage.
 
     Args:
         rewards: `[B, K]`.
@@ -74,7 +75,7 @@ def multi_reward_advantages(
         group_advantages(reward.to(torch.float64), group, scale=scale, eps=eps, ddof=ddof) for reward in rewards.unbind(1)
     ]
     total = torch.stack(columns, dim=1) @ weights.to(torch.float64)
-    return ((total - total.mean()) / (_std(total, ddof) + eps)).to(dtype)
+    return (total / (_std(total, ddof) + eps)).to(dtype)
 
 
 class EdgeAdvantages(NamedTuple):

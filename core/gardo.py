@@ -34,8 +34,8 @@ def diverse_advantages(reward: PerSample, features: Tensor, group: Ids) -> PerSa
     unit = torch.nn.functional.normalize(features.to(torch.float64), dim=1)
     same = group[:, None] == group
     others = same & ~torch.eye(len(reward), dtype=torch.bool, device=reward.device)
-    distance = torch.where(others, 1 - unit @ unit.T, torch.inf).amin(1).clamp(min=0)
-    distance = torch.where(others.any(1), distance, torch.zeros_like(distance))
+    nearest = torch.nn.functional.pad(torch.where(others, 1 - unit @ unit.T, torch.inf), (0, 1), value=torch.inf).amin(1)
+    distance = torch.where(others.any(1), nearest.clamp(min=0), torch.zeros_like(nearest))
     mean = (same.to(distance.dtype) @ distance) / same.sum(1)
     equal = mean < 1e-12  # rounding of a cosine of 1
     factor = torch.where(equal, torch.ones_like(distance), distance / torch.where(equal, torch.ones_like(mean), mean))
@@ -84,7 +84,8 @@ def doubt_gate(doubt: PerSample, *, share: float) -> PerSample:
     if can_look(doubt) and not torch.isfinite(doubt).all():
         raise ValueError("doubt_gate: doubt is not finite")
     known = doubt >= 0
-    ordered, last = torch.sort(torch.where(known, doubt.to(dtype), torch.inf)).values, (known.sum() - 1).clamp(min=0)
+    known_doubts = torch.nn.functional.pad(torch.where(known, doubt.to(dtype), torch.inf), (0, 1), value=torch.inf)
+    ordered, last = torch.sort(known_doubts).values, (known.sum() - 1).clamp(min=0)
     place = (1 - share) * last.to(dtype)  # torch.nanquantile has no rule for vmap
     below, above = (ordered.gather(0, bound(place).long()[None]) for bound in (torch.floor, torch.ceil))
     threshold = below + (place - place.floor()) * torch.where(below == above, torch.zeros_like(above), above - below)

@@ -141,7 +141,7 @@ def kl_scale(
     if not used:
         return 1.0
     if isinstance(dt, Tensor) and kl_weight == "rate":
-        check_per_sample("policy_loss", v.shape, dt=dt)
+        check_per_sample("policy_loss", v.shape, dt=dt, **({"std": transition.std} if dt.ndim == 2 else {}))
     return kl_factor(transition, dt, kl_weight)
 
 

@@ -60,8 +60,9 @@ class Raft(Method, name="raft"):
         better = same & (reward > reward[:, None])
         equal = same & (reward == reward[:, None]).tril()  # among equal rewards the first sample counts as the best
         rank = better.sum(1) + equal.sum(1)  # from 1
+        count = self.best * same.sum(1).double() + 1e-9  # 0.58 x 50 is 28.999... in floating point
         differs = (same & (reward != reward[:, None])).any(1)
-        return ((rank <= (self.best * same.sum(1)).clamp(min=1)) & differs).to(reward.dtype)
+        return ((rank <= count.clamp(min=1)) & differs).to(reward.dtype)
 
     def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, ErrorInfo]:
         """Return `kernels.velocity_error` of the best samples, 0 for the others, with the KL terms."""

@@ -83,6 +83,8 @@ def _check(trajectory: Trajectory, cond: Cond, schedule: Schedule) -> None:
         )
     if trajectory.steps.shape != (batch, count):
         raise ValueError(f"score: steps has shape {list(trajectory.steps.shape)}, expected [{batch}, {count}]")
+    if not trajectory.steps.numel():
+        raise ValueError("score: the trajectory has no recorded steps: sample it with stochastic steps that are recorded")
     last = len(schedule.timesteps) - 1
     if int(trajectory.steps.min()) < 0 or int(trajectory.steps.max()) > last:
         raise ValueError(f"score: steps go up to {int(trajectory.steps.max())}, and the schedule has steps 0 to {last}")

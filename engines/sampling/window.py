@@ -552,7 +552,7 @@ class OneRecorded:
         drawn = uniform(fold_in(key, samples), (batch, recorded))
         if self.odds == "late":  # the largest u^(1/n) is at a step with odds proportional to n
             drawn = drawn ** (1 / torch.arange(1, recorded + 1))
-        return (drawn == drawn.amax(1, keepdim=True)).float()
+        return torch.nn.functional.one_hot(drawn.argmax(1), recorded).float()  # the first of equal draws
 
 
 Trained = AllRecorded | FirstRecorded | RandomRecorded | StratifiedRecorded | OneRecorded

@@ -275,7 +275,7 @@ def history_advantages(reward: Tensor, prompts: Sequence[str], history: History,
     def moments(prompt: str) -> tuple[float, float]:
         recent = history[prompt]
         rewards = torch.tensor(recent, dtype=torch.float64) if len(recent) >= config.history_min else reward64
-        return float(rewards.mean()), float(rewards.std(correction=config.ddof))
+        return float(rewards.mean()), float(rewards.std(correction=min(config.ddof, len(rewards) - 1)))
 
     by_prompt = {prompt: moments(prompt) for prompt in dict.fromkeys(prompts)}
     mean, std = torch.tensor([by_prompt[prompt] for prompt in prompts], dtype=torch.float64).reshape(-1, 2).unbind(1)

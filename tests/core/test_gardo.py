@@ -82,6 +82,8 @@ def test_the_gate_takes_a_share_of_the_doubtful(share: float) -> None:
     assert torch.equal(gate, (torch.arange(12) < 8).double() * (torch.arange(12) >= 8 - count))
     assert count == math.floor(7 * share + 1e-9) + 1
     assert float(doubt_gate(torch.zeros(3), share=share).sum()) == 3
+    assert doubt_gate(doubt[:0], share=share).shape == (0,)
+    assert diverse_advantages(doubt[:0], normals(0, 0, 4), torch.arange(0)).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -41,6 +42,7 @@ def test_the_kl_is_a_penalty_of_its_size_times_the_length_of_the_step(loss: Any,
     term = kl_term(loss, DTS[dt], "rate")
     assert (term > 0).all()
     assert_close(term, 0.5 * torch.as_tensor(DTS[dt]).abs() * gaussian.kl(STEP, V, V_REF), rtol=1e-12, atol=1e-14)
+    refuses(r"policy_loss: std has shape \[3\], expected \[\] or \[3, ", kl_term, loss, -torch.ones(V.shape[:2]), "rate")
 
 
 @pytest.mark.parametrize("loss", [step.policy_loss, kernels.policy_loss], ids=["core", "kernels"])

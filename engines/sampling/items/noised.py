@@ -152,7 +152,7 @@ def make_renoised_samples(
         schedule: the model's schedule.
         levels: distribution of u.
     """
-    drawn, _ = draw_levels(keys, schedule, NoisingConfig(each=1, levels=levels))
+    drawn, _ = draw_levels(keys, schedule, NoisingConfig(each=1, levels=levels).choose_levels(on_schedule=False))
     low, high = bounds
     noisy = low + (high - low) * drawn[:, 0]
     noise = normal(fold_in(keys, Stream.NOISE), tuple(start.shape), dtype=start.dtype)

@@ -24,12 +24,12 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import HeadGan, NoGan, RewardTermConfig
 from fluvial.engines.methods.srpo import prefix
 from fluvial.engines.methods.surrogate import SurrogateConfig
-from fluvial.engines.methods.table import AcDmd, Dmd2, Grpo, Refl, Rtdmd, Srpo, TdmR1
+from fluvial.engines.methods.table import AcDmd, Dmd2, Grpo, Refl, Rtdmd, Srpo, Tdm, TdmR1
 from fluvial.engines.run.declared import Follower, Trained
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RenoisedSamples
-from fluvial.engines.sampling.noising import UniformLevels
+from fluvial.engines.sampling.noising import AutoLevels, UniformLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, FirstRecorded, OneRecorded
 from fluvial.models.guidance import Guided
@@ -332,7 +332,7 @@ class Watched(tiny.Run):
 
 def test_rtdmd_matches_the_last_step_alone(one: World) -> None:
     """The surrogate has the first steps; the fake learns clean samples, and both networks are asked at the same noise."""
-    run = Watched(Rtdmd(sampling=CPS, first=2), one)
+    run = Watched(Rtdmd(sampling=CPS, first=2, levels=AutoLevels()), one)  # auto is any level between the two
     run.rollout()
     fake, first = (items.rows for items in run.seen["update"])
     (last,) = run.seen["accumulate"]
@@ -341,6 +341,30 @@ def test_rtdmd_matches_the_last_step_alone(one: World) -> None:
     assert len({*first.level.tolist()}) == 2
     assert torch.equal(fake.start, last.rows.x_next)
     assert not fake.start_level.any()
+
+
+@pytest.mark.parametrize("interval", ["separate", "reverse"])
+def test_tdm_compares_the_ends_of_steps(one: World, interval: Any) -> None:
+    """With new noise each time, up to the step's level or above it; the fake learns clean samples by their likelihood."""
+    method = Tdm(sampling=replace(CPS, prompts=12, group=1, sampler=Ode()), interval=interval, fake_updates=2)
+    run = Watched(method, one)
+    run.rollout()
+    *fakes, step = (items.rows for items in run.seen["update"])
+    noisy = [*fakes, run.seen["predict"][0].rows]
+    assert len({float(rows.noise.flatten()[0]) for rows in noisy}) == 3
+    for rows in noisy:
+        x0, e = rows.predictions["x0"], rows.predictions["noise"]
+        at, below, t = (values.view(-1, *[1] * (x0.ndim - 1)) for values in (step.level, step.level_next, rows.level))
+        assert_close((1 - at) * x0 + at * e, step.x)
+        assert_close((1 - below) * x0 + below * e, step.x_next)
+        assert_close(rows.x, renoise(step.x_next, rows.noise, step.level_next, rows.level))
+        assert ((rows.level > step.level_next) & (rows.level < (step.level if interval == "separate" else 1))).all()
+        mixed = (rows.x - (1 - t) * x0) / t
+        ratio = ((rows.noise**2 - mixed**2).flatten(1).mean(1) / 2).exp() * ((1 - rows.level) / rows.level).square().clamp(
+            max=5
+        )
+        assert_close(method.fake_loss(torch.zeros_like(x0), rows)[0], ratio * ((rows.x - x0) ** 2).flatten(1).mean(1))
+    assert interval == "separate" or (noisy[0].level > step.level).any()
 
 
 def test_a_reward_term_is_its_formula() -> None:
@@ -353,14 +377,19 @@ def test_a_reward_term_is_its_formula() -> None:
 
 def test_the_surrogate_prefers_the_better_samples_of_its_group(one: World) -> None:
     """Groups share noise; the student is led from the base to it; the average follows it, and not the policy."""
-    method = TdmR1(sampling=replace(CPS, sampler=Ode()), surrogate=SurrogateConfig(OptimizerConfig(lr=0.1)))
+    method = TdmR1(sampling=replace(CPS, sampler=Ode()), surrogate=SurrogateConfig(OptimizerConfig(lr=0.1), steps=2))
     run = Watched(method, one, train="lora", optimizer=OptimizerConfig(lr=1e-9))
     run.rollout()
     _, judged, _, read = (items.rows for items in run.seen["predict"])
     noise = judged.noise.unflatten(0, (3, 4))
     assert torch.equal(noise, noise[:, :1].expand_as(noise))
     assert not torch.equal(noise[0], noise[1])
-    led = run.seen["update"][-1].rows.predictions["rl"]
+    _, surrogate, student = (items.rows for items in run.seen["update"])
+    levels = run.trainer.schedule.levels
+    assert_close(surrogate.context[:, 2], 0.25 + (levels[1:] > surrogate.start_level[:, None]).sum(1) / 4)  # late steps more
+    assert torch.equal(student.context, student.level >= levels[1])  # the first two steps are led by the surrogate
+    assert 0 < student.context.sum() < len(student.context)
+    led = student.predictions["rl"]
     v, level = read.predictions, read.level.view(-1, *[1] * (read.x.ndim - 1))
     assert_close(led, level * (v["base"] - v["guide"]))
     state = run.weights()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import pytest
@@ -9,17 +10,24 @@ import torch
 from helpers import tiny_jobs as tiny
 from helpers.objective_rows import OBJECTIVE_ROWS
 from helpers.refusals import refuses
+from helpers.tables import normals
+from torch.testing import assert_close
 
-from fluvial.core import transitions
+from fluvial.core import gaussian, transitions
 from fluvial.core.guidance import classifier_free
+from fluvial.core.policy import PolicyInfo
+from fluvial.core.random import key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import ChunkGrpo, grpo
+from fluvial.engines.methods import ChunkGrpo, StepKLConfig, Truncate, grpo
+from fluvial.engines.methods.losses import correct
 from fluvial.engines.methods.table import (
     METHODS,
+    Crd,
     D3po,
     Dgpo,
     Grpo,
+    Kto,
 )
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.method import PassesConfig
@@ -27,7 +35,7 @@ from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
-from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.kernels import dispatch
 from fluvial.kernels.dispatch import prefer, resolve
 
@@ -102,6 +110,55 @@ def test_every_loss_takes_the_preferred_implementation(name: str) -> None:
     kernels = 1 + (hasattr(method, "kl") and method.recorded is None and name != "crd")
     assert len(seen) >= kernels
     assert set(seen) == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (Kto(labels="reward"), [0.3]),
+        (Crd(), [[0.15, 0.45], [0.45, 0.45]]),  # means of the implicit rewards and of the rewards, per level
+        (Dgpo(), torch.tensor([0.15, 0.45]).sigmoid().tolist()),
+    ],
+)
+def test_statistics_of_an_update_are_those_of_the_samples_that_count(method: Any, expected: list[Any]) -> None:
+    """One of three samples does not: it is at the mean of its group, or among the middle ones of `advantage.extremes`."""
+    contexts, values = list[torch.Tensor](), torch.tensor([[0.2, 0.4], [0.0, 0.0], [0.1, 0.5]])
+    used = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    part: Any = SimpleNamespace(used=used, rows=SimpleNamespace(level=torch.ones(1)), look_up=lambda table: table[0])
+    part.with_rows = lambda context: contexts.append(context)
+    batch = SimpleNamespace(spread=lambda values: values, share=SimpleNamespace(batch=3), compared=3)
+    grades = SimpleNamespace(advantage=torch.tensor([1.0, 0.0, -2.0]), keep=None)
+    calls: dict[str, Any] = {"grade": lambda *given: grades, "gather": lambda *given: values, "measure": lambda *given: None}
+    calls |= {"noise_samples": lambda *given, **more: None, "minibatches": lambda *given: [part]}
+    calls |= {"predict": lambda part, *names: part, "update": lambda *given: None}
+    list(method.learn(SimpleNamespace(**calls), batch, key(0)))
+    assert_close(contexts[0], torch.tensor(expected))
+
+
+def test_a_correction_weights_the_signal_by_the_ratio_to_the_rollout() -> None:
+    """Old log-probabilities are those of the update; the ratios are e, which is truncated, and 1."""
+    now, rows = torch.tensor([0.5, -1.0]), SimpleNamespace(log_prob_old=torch.tensor([-0.5, -1.0]), predictions={})
+    rows.signal = torch.tensor([2.0, 3.0])
+    steps: Any = SimpleNamespace(rows=rows, look_up=lambda table: table[:, 0], with_rows=lambda **fields: fields)
+    calls: dict[str, Any] = {"measure": lambda *given: (now,), "gather": lambda steps, values: values[:, None]}
+    run: Any = SimpleNamespace(**calls, log=lambda **values: None)
+    found: Any = correct(run, steps, Truncate(threshold=1.5), cast(Any, None))
+    assert torch.equal(found["log_prob_old"], now)
+    assert_close(found["signal"], rows.signal * torch.tensor([1.5, 1.0]))
+
+
+@pytest.mark.parametrize("weight", ["rate", "exact", "mse"])
+def test_each_kl_of_steps_has_its_coefficient(weight: Any) -> None:
+    """That to the reference, which is logged, and that to the moving average have one weight per step."""
+    (v, ref, ema), level = normals(0, 3, 2, 3, 4), torch.tensor([0.8, 0.4]).double()
+    step = transitions.dance_sde(level, level / 2, eta=0.5)
+    rows: Any = SimpleNamespace(transition=step, dt=-level / 2, predictions={"ref": ref, "ema": ema})
+    kl, kl_ema = (gaussian.kl(step, v, other) for other in (ref, ema))
+    config, nothing = StepKLConfig(coef=0.1, ema_coef=0.5, weight=weight), torch.zeros(2).double()
+    loss, info = config.add_to_steps(nothing, PolicyInfo(*[nothing] * 5), kl, v, rows, SAMPLERS["flow_sde"], "mean")
+    factor: Any = {"rate": level / 2, "exact": 1.0, "mse": 2 * step.std**2}[weight]
+    assert_close(loss, factor * (0.1 * kl + 0.5 * kl_ema))
+    assert torch.equal(info.kl_ref, kl)
 
 
 def test_the_mean_of_d3pos_loss_is_that_of_its_pairs() -> None:

@@ -1,7 +1,9 @@
 """Groups that are filled up, and samples whose initial noise scouts chose: what stands in the batch, and what it costs."""
 
+import math
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Grpo
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.rollouts import Rollouts
 
 REFILLED = "sampling.groups=refilled sampling.groups.rounds"
 SCOUTED = "lora sampling.groups=scouted sampling.groups.scouts"
@@ -67,6 +70,17 @@ def test_what_chooses_nothing_is_the_plain_method(one: World, line: str, groups:
     """To the bit."""
     plain, chosen = (run(one, f"{line} {words}", tiny.brightness) for words in ("", groups))
     assert all(torch.equal(before, chosen.weights()[name]) for name, before in plain.weights().items())
+
+
+def test_a_group_is_flat_if_no_samples_of_it_that_are_compared_differ() -> None:
+    """Two branches of two samples each; one that differs is enough."""
+    rewards = SimpleNamespace(scores=torch.tensor([[1.0], [1.0], [3.0], [2.0], [1.0], [1.0], [2.0], [2.0]]))
+    of, batch = SimpleNamespace(runners=SimpleNamespace(weights=torch.ones(1))), SimpleNamespace(rewards=rewards, compared=2)
+    batch.spec = SimpleNamespace(group=4)
+    assert Rollouts._find_flat(cast(Any, of), cast(Any, batch), 0.0) == [1]
+    rewards.scores = torch.tensor([[math.nan], [0.0], [1.0], [2.0], [10.0], [20.0], [30.0], [math.nan]])
+    found = Rollouts.find_extremes(cast(Any, of), cast(Any, batch), 1)
+    assert found == [1, 3, 4, 6]  # a failed scout counts as the median of its group
 
 
 @pytest.mark.parametrize("line", ["grpo", "nft ode"])

@@ -130,6 +130,7 @@ def test_one_step_of_each_sample_late_ones_more_often() -> None:
     assert torch.equal(drawn, drawn[:, :1].expand_as(drawn))
     assert torch.equal(drawn.sum(2), torch.ones(3000, 4))
     torch.testing.assert_close(drawn[:, 0].mean(0), torch.tensor([1, 2, 3]) / 6, rtol=0, atol=0.03)
+    assert (OneRecorded("sample", "late").mask(key(2), 5000, 50).sum(1) == 1).all()  # two draws of sample 4280 are equal
 
 
 def test_the_first_steps(one: World) -> None:

@@ -85,6 +85,9 @@ def test_what_raft_keeps(best: float, reward: list[float], expected: list[float]
     shuffled = torch.randperm(8, generator=torch.Generator().manual_seed(0))  # groups need not lie together
     kept = Raft(best=best).choose_best(rewards[shuffled], group[shuffled])
     assert kept.sum() == sum(expected)
+    for part, size in ((0.58, 50), (0.53, 100), (0.84, 75)):  # the product is not whole in floating point
+        best_of_one = Raft(best=part).choose_best(torch.arange(float(size)), torch.zeros(size, dtype=torch.int64))
+        assert best_of_one.sum() == round(part * size)
     assert torch.equal(rewards[shuffled][kept > 0].sort().values, rewards[torch.tensor(expected) > 0].sort().values)
 
 

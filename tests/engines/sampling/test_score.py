@@ -9,7 +9,7 @@ import torch
 from helpers.refusals import refuses
 
 from fluvial.core.random import fold_in, key, normal
-from fluvial.core.rollout import Trajectory, rollout
+from fluvial.core.rollout import Trajectory, rollout, wrap_samples
 from fluvial.core.transitions import bind
 from fluvial.engines import Engine, init_world, score
 from fluvial.models.guidance import Guided, guided_velocity
@@ -73,6 +73,7 @@ def test_a_trajectory_that_does_not_fit_is_one_line() -> None:
             "score: steps go up to 4, and the schedule has steps 0 to 3",
         ),
         (trajectory._replace(steps=torch.tensor([0])), cond, "score: steps has shape [1], expected [3, 2]"),
+        (wrap_samples(trajectory.final), cond, "score: the trajectory has no recorded steps"),
         (trajectory._replace(x_next=trajectory.x_next[:, :1]), cond, "score: x has shape [3, 2, 1, 8, 32] and x_next"),
     ):
         refuses(re.escape(message), score, wrong, module, model=MODEL, cond=given, schedule=SCHEDULE, sampler=SAMPLER)

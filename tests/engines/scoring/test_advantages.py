@@ -40,6 +40,16 @@ def test_a_flat_group_has_no_best_sample_wherever_it_stands() -> None:
             assert not best_and_worst(grades.reward, group).valid.any()
 
 
+@pytest.mark.parametrize("combine", ["sum", "gdpo", "advantages"])
+def test_a_flat_group_beside_others_has_the_advantage_zero(combine: Any) -> None:
+    """Exactly, so that it is left out: the mean over the batch, which gdpo divides around, is 0 but for rounding."""
+    for seed in range(5):
+        scores = torch.rand(24, 3, generator=torch.Generator().manual_seed(seed))
+        scores[8:16], config = 0.3, AdvantageConfig(combine=combine, drop_zero=True, extremes=2)
+        keep = grade(scores, torch.tensor([1.0, 0.5, 0.3]), torch.arange(24) // 8, config, history={}).keep
+        assert keep.unflatten(0, (3, 8)).mean(1).tolist() == [0.5, 0, 0.5]
+
+
 DDPO = AdvantageConfig(history=8, history_min=4, eps=1e-6, ddof=0, clip=5.0)
 
 
@@ -67,6 +77,7 @@ def test_the_formula() -> None:
         )
     assert max(map(len, history.values())) == 8
     assert min(map(len, history.values())) < 4
+    assert history_advantages(torch.ones(1), ["p"], {}, replace(DDPO, ddof=1)).tolist() == [0]  # of a single sample
 
 
 def test_clipped_advantages_are_rescaled() -> None:
