@@ -166,7 +166,7 @@ def number(
 
 
 def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, float]) -> None:
-    """Raise unless every Literal, bool, int and float field of a dataclass has a value of its type, within its bounds.
+    """Raise unless each field of a dataclass of type Literal, bool, int, float or dataclass has such a value, within bounds.
 
     A config calls `check_fields(self, steps=(1, 1000), eta=(0, math.inf))` in its `__post_init__`.
     A bool or a string is not a number, a number is not a bool, an int may stand for a float, and None passes where the
@@ -193,8 +193,11 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
                 low, high = bounds.get(field, (-math.inf, math.inf))
                 if problem := _out_of_range(name, value, low, high, whole=float not in members):
                     raise FieldError(name, problem)
-        elif set(members) <= {bool, NoneType} and not isinstance(value, tuple(members)):
+        elif set(members) <= {bool, NoneType} and not isinstance(value, members):
             raise TypeError(f"{name} is {type_of(value)}, expected True or False")
+        elif all(map(dataclasses.is_dataclass, {*members} - {NoneType})) and not isinstance(value, members):
+            expected = " or ".join("None" if member is NoneType else member.__name__ for member in members)
+            raise TypeError(f"{name} is {type_of(value)}, expected {expected}")
 
 
 @functools.cache

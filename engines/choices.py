@@ -129,13 +129,6 @@ def find_variant(union: Any, kind: Any, field: str) -> tuple[type, Callable[...,
     raise UsageError(field, kind, f"one of {', '.join(known)}{extra}{suggestion}")
 
 
-def check_variant(value: object, union: Any, field: str) -> None:
-    """Raise TypeError unless a value is one of the variants of a union."""
-    if not isinstance(value, list_variants(union)):
-        names = ", ".join(variant.__name__ for variant in list_variants(union))
-        raise TypeError(f"{field} is {value!r}, expected one of {names}")
-
-
 def list_variant_kinds(variant: Any) -> list[str]:
     """Return the kinds of a variant."""
     return list(variant.list_kinds()) if is_open(variant) else [variant.kind]

@@ -11,7 +11,6 @@ from torch import Tensor
 from fluvial.core.gardo import diverse_advantages
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
-from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.methods.gates import Doubt, Everywhere, Gate
 from fluvial.engines.methods.losses import StepKLConfig
@@ -62,10 +61,6 @@ class Gardo(Method, name="gardo"):
     adv_clip: float = 5.0
     clip_low: float = 1e-4
     clip_high: float = 1e-4
-
-    def __post_init__(self) -> None:
-        check_variant(self.gate, Gate, "gate")
-        super().__post_init__()
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]

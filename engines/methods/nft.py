@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fluvial.core import nft
 from fluvial.core.random import Key
-from fluvial.engines.choices import check_variant
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Before, Follower, LinearOld, Networks, NoOld, OldPolicy
 from fluvial.engines.run.method import Method, Needs, PassesConfig
@@ -61,10 +60,6 @@ class Nft(Method, name="nft"):
     adv_clip: float = 5.0
     old: OldPolicy = LinearOld()
     weight_min: float = 1e-5
-
-    def __post_init__(self) -> None:
-        check_variant(self.old, OldPolicy, "old")
-        super().__post_init__()
 
     def networks(self) -> Networks:
         """Declare the old policy, which generates all rollouts, and the references of the KL terms."""

@@ -97,10 +97,6 @@ class TrainConfig:
                     hint = f"pass it to the job, Job(model, prompts=[...], rewards=...), or name a function as module:{name}"
                     raise UsageError(f"{name} has {type_of(word)}, expected texts: {hint}")
         check_fields(self, "", updates=(1, 2**31), seed=(0, 2**63 - 1))
-        for field in dataclasses.fields(self):
-            kind, value = type(field.default), getattr(self, field.name)
-            if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-                raise TypeError(f"{field.name} is {type_of(value)}, expected a {kind.__name__}")
         check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
         refuse_unused(self)

@@ -15,7 +15,7 @@ from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.random import Key
 from fluvial.core.transitions import SAMPLERS, Sampler
 from fluvial.engines import plugins
-from fluvial.engines.choices import check_variant, refuse_unused
+from fluvial.engines.choices import refuse_unused
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.sampling.generate import Guidance, move_schedule
 from fluvial.engines.sampling.samplers import Ode, SamplerChoice, Stochastic, isolate
@@ -257,8 +257,6 @@ class CleanSamplingConfig(ReadingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_variant(self.sampler, SamplerChoice, "sampling.sampler")
-        check_variant(self.groups, Groups, "sampling.groups")
         if self.shared_noise and self.group > 1 and self.sampler.is_deterministic and not self.sampler.eta:
             hint = f"{self.sampler.kind} takes no noise: all samples of a group are equal"
             raise UsageError("sampling.shared_noise", True, "False", hint)
@@ -278,7 +276,6 @@ class SamplingConfig(CleanSamplingConfig):
     window: Window = AllSteps()  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        check_variant(self.window, Window, "sampling.window")
         super().__post_init__()
         self.window.check(self.steps, self.group)
         sampler, window = self.sampler, self.window
@@ -330,7 +327,6 @@ class RolloutConfig:
     max_invalid: float = 0.25
 
     def __post_init__(self) -> None:
-        check_variant(self.step_cache, StepCacheChoice, "rollout.step_cache")
         check_fields(self, ahead=(0, 64), max_log_ratio=(0, 1e30), max_invalid=(0, 0.999))
         served = self.is_served or not self.scheme.startswith("http")
         if self.source and not (

@@ -10,7 +10,6 @@ from torch import Tensor
 from fluvial.core.checks import check_fields, per_sample
 from fluvial.core.flow_matching import interpolate
 from fluvial.core.random import Key, fold_in, normal, uniform
-from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError
 from fluvial.engines.streams import Stream
 from fluvial.models import Prediction, Schedule
@@ -191,7 +190,6 @@ class NoisingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, each=(1, 2**31))
-        check_variant(self.levels, Levels, "noising.levels")
         self.check_steps(2**31)
 
     def check_steps(self, steps: int) -> None:

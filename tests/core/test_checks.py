@@ -339,6 +339,16 @@ Sampler = Literal["flow_sde", "dance_sde", "cps"]
 
 
 @dataclass(frozen=True)
+class Inner:
+    """A dataclass of settings."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another one."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     sampler: Sampler = "cps"
     solver: Literal["euler", "dpmpp_2m"] | None = None
@@ -350,6 +360,8 @@ class RunConfig:
     clip: float | None = None
     shared: bool = False
     name: str = ""
+    inner: Inner = Inner()
+    choice: Inner | Other | None = None
 
 
 @pytest.mark.parametrize(
@@ -387,6 +399,9 @@ def test_a_value_that_is_no_literal_of_its_field_is_named_with_the_nearest(value
         ({"clip": math.inf}, ValueError, r"run\.clip is inf, expected a finite number of any size"),
         ({"shared": "no"}, TypeError, r"run\.shared is a str, expected True or False"),
         ({"shared": 1}, TypeError, r"run\.shared is an int, expected True or False"),
+        ({"inner": Other()}, TypeError, r"^run\.inner is an Other, expected Inner$"),
+        ({"inner": None}, TypeError, r"^run\.inner is a NoneType, expected Inner$"),
+        ({"choice": "none"}, TypeError, r"^run\.choice is a str, expected Inner or Other or None$"),
     ],
 )
 def test_a_field_of_another_type_or_out_of_bounds_is_named(
@@ -400,6 +415,7 @@ def test_values_of_the_fields_types_pass() -> None:
     for config in (
         RunConfig(),
         RunConfig(sampler="flow_sde", solver="euler", order=2, dtype=3, forms=("density", "unscaled"), eta=1, clip=0.1),
+        RunConfig(choice=Other()),
     ):
         checks.check_fields(config, steps=(1, 10), eta=(0, 1), dtype=(1, 10))
 

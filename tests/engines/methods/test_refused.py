@@ -204,10 +204,10 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("dpo preferences ode", {}, "preferences given/preferences.jsonl cannot be read"),
     ("distill taught ode", {"load": None}, "teacher cannot be loaded"),
     ("raft ode compare=caption", {"prompts": [Prompt(text, image=Path(text)) for text in "01"]}, "compare is caption"),
-    ("kto reading", {}, "column label, and the record of '0' has none"),
+    ("kto ode", {}, "column label, and the record of '0' has none"),
     ("grpo", {"rewards": {}}, "grpo learns from rewards"),
     *(
-        ("kto reading", {"prompts": [Prompt("0", metadata={"label": label})]}, f"'0' has {label!r} there")
+        ("kto ode", {"prompts": [Prompt("0", metadata={"label": label})]}, f"'0' has {label!r} there")
         for label in (2, "good")
     ),
     # Prompts, rewards and evaluators

@@ -264,7 +264,7 @@ def test_nothing_is_lost_in_a_record(config: TrainConfig) -> None:
 def test_a_group_of_settings_has_its_own_class() -> None:
     """The engine's own settings alone, of the class that it extends, lack a micro-batch."""
     for name, value in {"engine": EngineConfig(), "evaluation": SuiteConfig(), "data": ()}.items():
-        with pytest.raises(TypeError, match=rf"{name} is a.* {type(value).__name__}, expected a \w+Config"):
+        with pytest.raises(TypeError, match=rf"{name} is a.* {type(value).__name__}, expected \w+Config"):
             with_values(TrainConfig(Path("out"), Grpo()), {name: value})
 
 
