@@ -198,7 +198,7 @@ def _complete(
     # The defaults depend on the resumed run, so its folder is found before the flags are parsed.
     resumes = "--resume" in flags or bool(find_values(flags, "--checkpoint.resume-from"))
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
-    configured, out = config, Path((find_values(flags, "--out") or [str(config.out)])[-1]) / label
+    configured, out = config, Path((find_values(flags, "--out") or [str(config.out)])[-1]).expanduser() / label
     if label and resumes and not _is_recorded(out):  # a run of the sweep that has not begun
         flags, resumes = [word for word in flags if word != "--resume"], False
     if resumes and not shows_help:
