@@ -330,7 +330,7 @@ class Training:
         sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
         if self.folder:
             summary["evaluation"] = as_records(list_rows(after.scores, self.folder.find_earlier("before", after.scores)))
-            run_folder.write_json(out / "summary.json", summary)
+            run_folder.write_json(out / run_folder.SUMMARY, summary)
             images.join(out / "samples" / "before-after.png", sheets)
             exports.write_cards(trainer.engine, config, trainer.job.model)
             with wait_for("report"):

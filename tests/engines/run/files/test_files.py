@@ -197,11 +197,14 @@ def test_a_sweep_trains_each_run_and_goes_on_where_it_was_left(
     for config in trained[:2]:
         config.out.mkdir(parents=True)
         (config.out / "config.json").write_text(json.dumps(as_record(config)))
-    (trained[0].out / "summary.json").write_text("{}")
+    (trained[0].out / "summary.json").write_text('{"updates": 100}')
     del trained[:]
     said = fluvial(*words, "--resume")
     assert [(config.optimizer.lr, config.resume) for config in trained] == [(2e-4, True), (3e-4, False)]
     assert f"fluvial report {tmp_path / 'runs'}/*" in said
+    del trained[:]
+    fluvial(*words, "--resume", "--updates", "200")
+    assert [config.updates for config in trained] == [200, 200, 200]
     assert "describes 3 runs" in fluvial("train", path, "--dry-run", code=2)
 
 
