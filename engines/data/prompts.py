@@ -37,7 +37,7 @@ def parse_sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptS
     listed: list[tuple[Path, float]] = []
     for word in words:
         name, separator, weight = str(word).rpartition("=")
-        if not separator or Path(word).exists():
+        if not separator or os.path.exists(word):
             listed.append((Path(word), 1.0))
             continue
         try:
@@ -282,6 +282,6 @@ def _locate(path: Path, source: str, media: Mapping[str, str], part: Part) -> It
         for where, line in read_lines(path, f"prompts file {path}"):
             yield where, Prompt(line, source=source)
         return
-    folder = path if path.is_dir() else path.parent
+    folder = path if os.path.isdir(path) else path.parent
     for record in read_rows(path, "prompts file"):
         yield record.where, parse_prompt(record, folder=folder, source=source, media=media)

@@ -39,6 +39,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
         (f"sample handwriting --prompts {'a' * 300}.csv", "fluvial: no such file: aaa"),
         ("eval handwriting --prompts typo.jsonl", "typo.jsonl cannot be read: No such file or directory"),
         ("train grpo --prompts typo.txt", "typo.txt cannot be read: No such file or directory"),
+        (f"train grpo --prompts {'a' * 300}=2", "cannot be read: No such file or directory; texts go into a file"),
         ("report ''", "report takes the folder of a run, or of several, got ''"),
         ("config nosuch", "fluvial: config needs the name of a recipe, got 'nosuch'"),
         ("train grpo --config x.toml", "x.toml cannot be read"),
