@@ -222,7 +222,10 @@ def _complete(
     config = parse_config(
         config, f"fluvial {command} {name}", flags, about=about, brief=TRAIN, unused=type(config).list_fixed
     )
-    config = replace(config, out=out) if label else config
+    if label:
+        config, folder = replace(config, out=out), config.checkpoint.folder
+        if folder is not None and (not resumes or find_values(flags, "--checkpoint.folder")):  # not as recorded
+            config = replace(config, checkpoint=replace(config.checkpoint, folder=f"{folder.rstrip('/')}/{label}"))
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
     for line in _list_notes(name, configured, config, flags, resumes=resumes, gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)

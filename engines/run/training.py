@@ -61,6 +61,11 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
         start: Path | str | None = config.checkpoint.resume_from  # None: from the beginning
         if config.resume and (start is None or config is not configured):
             start = checkpoint.find_newest_whole(config.checkpoint_folders, world=world, skipped=progress.say) or start
+        with world.agreed():
+            folder_name, new = str(config.checkpoint_folder), not config.resume and start is None
+            if others := checkpoint.list_checkpoints(folder_name, recover=False) if new else ():
+                hint = f"it holds checkpoints of another run, such as {others[-1]}, which a new run would remove"
+                raise UsageError("checkpoint.folder", folder_name, "another folder", hint)
         try:
             with wait_for("building the run"):
                 trainer = Trainer(config, job, world, console=progress.console, stop=stop, resume_from=start)
