@@ -220,7 +220,8 @@ def hold_out(
     others = select(prompts, [number for number, is_of_set in kept if not is_of_set])
     train, heldout = split_off(others) if others else ((), ())
     left = {prompt.model_input for prompt in heldout} - {prompt.model_input for prompt in train}
-    of_sets = select(prompts, [number for number, is_of_set in kept if is_of_set and prompts[number].model_input not in left])
+    numbers = [number for number, is_of_set in kept if is_of_set and prompts[number].model_input not in left]
+    of_sets = select(prompts, numbers)
     return PromptTable(chain(of_sets, train)), PromptTable(chain(heldout_of_sets, heldout))
 
 
