@@ -23,6 +23,7 @@ from fluvial.engines.run.evaluation.table import as_records, list_rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
+from fluvial.engines.run.log.records import read_json
 from fluvial.engines.run.monitoring import diagnostics
 from fluvial.engines.run.monitoring.diagnostics import EvaluationPoint, KeptImages, Probe
 from fluvial.engines.run.monitoring.expected import describe_run, describe_spread, estimate_seconds
@@ -62,10 +63,13 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
         if config.resume and (start is None or config is not configured):
             start = checkpoint.find_newest_whole(config.checkpoint_folders, world=world, skipped=progress.say) or start
         with world.agreed():
-            folder_name, new = str(config.checkpoint_folder), not config.resume and start is None
-            if others := checkpoint.list_checkpoints(folder_name, recover=False) if new else ():
-                hint = f"it holds checkpoints of another run, such as {others[-1]}, which a new run would remove"
-                raise UsageError("checkpoint.folder", folder_name, "another folder", hint)
+            place = str(config.checkpoint_folder)
+            hint = "it holds checkpoints of another run, such as {path}, which a new run would remove: choose another folder"
+            if config.resume:
+                place = (read_json(config.out / run_folder.CONFIG) or {}).get("checkpoint", {}).get("folder") or place
+                hint = "it holds no checkpoint, and the run has saved {path}: copy its checkpoints there"
+            if others := checkpoint.list_checkpoints(place, recover=False) if start is None else ():
+                raise UsageError("checkpoint.folder", str(config.checkpoint_folder), hint=hint.format(path=others[-1]))
         try:
             with wait_for("building the run"):
                 trainer = Trainer(config, job, world, console=progress.console, stop=stop, resume_from=start)

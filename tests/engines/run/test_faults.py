@@ -361,6 +361,8 @@ def test_a_storage_that_fails_later_loses_nothing(
     train(replace(asked, updates=4, resume=True))
     assert checkpoint.list_newest_first(asked.checkpoint_folders) == [f"{url}/000004"]
     assert launch.weights(out) == launch.weights(alone)
+    elsewhere = config(out, updates=4, resume=True, **{"checkpoint.folder": f"{tmp_path}/elsewhere"})
+    refuses(f"elsewhere': it holds no checkpoint, and the run has saved {url}/000004: copy its", train, elsewhere)
     MemoryFileSystem().rm("/", recursive=True)
 
 
