@@ -17,7 +17,7 @@ from fluvial.engines.run import exports, metrics
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import open_store
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import as_records, list_rows
 from fluvial.engines.run.job import Job
@@ -77,7 +77,8 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
             error.add_note("while the run was built: lower it by `engine.base` int8, `engine.micro_batch`, or more ranks")
             raise
         with trainer:
-            record = as_record(with_absolute_paths(trainer.config))  # with the micro-batch that was chosen
+            anew = with_values(trainer.config, {"resume": False, "checkpoint.resume_from": None})  # as the record may be trained
+            record = as_record(with_absolute_paths(anew))  # with the micro-batch that was chosen
             with ExitStack() as stack:
                 done, folder = trainer.engine.updates, None
                 if world.is_main:
