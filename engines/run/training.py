@@ -77,8 +77,9 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
             error.add_note("while the run was built: lower it by `engine.base` int8, `engine.micro_batch`, or more ranks")
             raise
         with trainer:
-            anew = with_values(trainer.config, {"resume": False, "checkpoint.resume_from": None})  # as the record may be trained
-            record = as_record(with_absolute_paths(anew))  # with the micro-batch that was chosen
+            # With the micro-batch that was chosen, and as a new run, so that the record can be trained in another folder.
+            anew = with_values(trainer.config, {"resume": False, "checkpoint.resume_from": None})
+            record = as_record(with_absolute_paths(anew))
             with ExitStack() as stack:
                 done, folder = trainer.engine.updates, None
                 if world.is_main:
