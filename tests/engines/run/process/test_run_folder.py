@@ -69,6 +69,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> N
     (tmp_path / "summary.json").write_text("{}")  # of its end: with more updates now, it has not ended
     folder = RunFolder(tmp_path, {"updates": 2}, update=1)
     assert not (tmp_path / "summary.json").exists()
+    assert records(tmp_path) == [UPDATE]
     folder.log(dict(UPDATE))
     folder.log({"update": 2, "loss": 2.0})
     folder.close()
