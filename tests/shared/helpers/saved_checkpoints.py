@@ -28,7 +28,9 @@ def options(one: World, update: int, keep: int = 5) -> dict[str, Any]:
     return {"meta": meta, "update": update, "fingerprint": FINGERPRINT, "world": one, "keep": keep}
 
 
-def save(folder: checkpoint.Folder, one: World, *, update: int, keep: int = 5, spare: int | None = None) -> checkpoint.Folder:
+def save(
+    folder: checkpoint.Folder, one: World, *, update: int, keep: int = 5, spare: int | None = None
+) -> checkpoint.Folder:
     return checkpoint.save(folder, state(float(update)), **options(one, update, keep), spare=spare)
 
 
