@@ -49,8 +49,8 @@ BOUNDS = {
     "names of several classes": 0,
     "files of engines/engine": 9,
     "lines of engines/engine": 2384,
-    "lines of the product": 75236,
-    "lines of the tests": 64387,
+    "lines of the product": 75269,
+    "lines of the tests": 64430,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name

@@ -48,7 +48,7 @@ def run(args: list[str]) -> None:
     say = partial(console().print, highlight=False, soft_wrap=True)
     for number, each in enumerate(runs, start=1):
         label = f"run {number}/{len(runs)}, {each.name}"
-        if each.name and _is_done(each.config):
+        if each.name and _is_done(each.config.out, updates=each.config.updates):
             say(f"{label}: done already, in {each.config.out}")
             continue
         if each.name:
@@ -59,12 +59,12 @@ def run(args: list[str]) -> None:
         say(f"compare the {len(runs)} runs: fluvial report {runs[0].config.out.parent}/*")
 
 
-def _is_done(config: "TrainConfig") -> bool:
+def _is_done(out: Path, *, updates: int) -> bool:
     """Return whether a run of a sweep has ended, with all updates that are planned now or because its reward was gamed."""
     from fluvial.engines.run.log.records import read_json
 
-    summary = read_json(config.out / "summary.json")
-    return summary is not None and ("stopped_when_gamed" in summary or summary.get("updates", 0) >= config.updates)
+    summary = read_json(out / "summary.json")
+    return summary is not None and ("stopped_when_gamed" in summary or summary.get("updates", 0) >= updates)
 
 
 def _train(config: "TrainConfig") -> bool:
