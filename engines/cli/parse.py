@@ -362,10 +362,10 @@ def list_fields(config: Any) -> list[str]:
 
 
 def find_values(args: Sequence[str], flag: str) -> list[str]:
-    """Return the values of a flag, given as `flag value` or `flag=value`."""
-    words = [arg.replace("_", "-") if arg.startswith("--") and "=" not in arg else arg for arg in args]
-    spaced = [value for word, value in itertools.pairwise(words) if word == flag]
-    return spaced + [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]
+    """Return the values of a flag, given as `flag value` or `flag=value`, in the order of the command line."""
+    words = [(*arg.partition("="), after) for arg, after in itertools.zip_longest(args, args[1:])]
+    found = [value if equals else after for name, equals, value, after in words if name.replace("_", "-") == flag]
+    return [value for value in found if value is not None]
 
 
 def split_flags(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:

@@ -1,5 +1,6 @@
 """`fluvial preferences MODEL`: write pairs of samples, the best and the worst of each prompt, for `train dpo`."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -99,10 +100,15 @@ def run(args: list[str]) -> None:
     config = parse_config(base, f"fluvial preferences {name}", args[1:], brief=PREFERENCES)
     with flags_in_errors(config):
         pairs, prompts = write(name, config)
-    flags = {"weights": config.weights, "lora": config.lora}
-    start = "".join(f" --{flag} {path}" for flag, path in flags.items() if path is not None)
+    model, flags = name, {"weights": config.weights, "lora": config.lora}
     print(f"{pairs} preferences of {prompts} prompts: {config.out}; train on them with")
-    print(f"fluvial train dpo --model {name} --preferences {config.out}{start}")
+    if source is not None and source.checkpoint is not None:  # training starts from exported weights
+        model, flags = source.config.model, {"weights": config.out / "weights"}
+        average = ["--ema"] if source.config.evaluation.average and source.config.optimizer.ema_decay > 0 else []
+        export = ["fluvial", "export", source.checkpoint, "--as", "merged", *average, "--out", f"{flags['weights']}"]
+        print(f"{shlex.join(export)} &&")
+    start = [word for flag, path in flags.items() if path is not None for word in (f"--{flag}", str(path))]
+    print(shlex.join(["fluvial", "train", "dpo", "--model", model, "--preferences", str(config.out), *start]))
 
 
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def run(args: list[str]) -> None:
     say = partial(console().print, highlight=False, soft_wrap=True)
     for number, each in enumerate(runs, start=1):
         label = f"run {number}/{len(runs)}, {each.name}"
-        if each.name and (each.config.out / "summary.json").exists():
+        if each.name and _is_done(each.config.out, updates=each.config.updates):
             say(f"{label}: done already, in {each.config.out}")
             continue
         if each.name:
@@ -57,6 +57,14 @@ def run(args: list[str]) -> None:
             return
     if len(runs) > 1:
         say(f"compare the {len(runs)} runs: fluvial report {runs[0].config.out.parent}/*")
+
+
+def _is_done(out: Path, *, updates: int) -> bool:
+    """Return whether a run of a sweep has ended, with all updates that are planned now or because its reward was gamed."""
+    from fluvial.engines.run.log.records import read_json
+
+    summary = read_json(out / "summary.json")
+    return summary is not None and ("stopped_when_gamed" in summary or summary.get("updates", 0) >= updates)
 
 
 def _train(config: "TrainConfig") -> bool:
@@ -198,7 +206,7 @@ def _complete(
     # The defaults depend on the resumed run, so its folder is found before the flags are parsed.
     resumes = "--resume" in flags or bool(find_values(flags, "--checkpoint.resume-from"))
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
-    configured, out = config, Path((find_values(flags, "--out") or [str(config.out)])[-1]) / label
+    configured, out = config, Path((find_values(flags, "--out") or [str(config.out)])[-1]).expanduser() / label
     if label and resumes and not _is_recorded(out):  # a run of the sweep that has not begun
         flags, resumes = [word for word in flags if word != "--resume"], False
     if resumes and not shows_help:
@@ -214,7 +222,10 @@ def _complete(
     config = parse_config(
         config, f"fluvial {command} {name}", flags, about=about, brief=TRAIN, unused=type(config).list_fixed
     )
-    config = replace(config, out=out) if label else config
+    if label:
+        config, folder = replace(config, out=out), config.checkpoint.folder
+        if folder is not None and (not resumes or find_values(flags, "--checkpoint.folder")):  # not as recorded
+            config = replace(config, checkpoint=replace(config.checkpoint, folder=f"{folder.rstrip('/')}/{label}"))
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
     for line in _list_notes(name, configured, config, flags, resumes=resumes, gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)

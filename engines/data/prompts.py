@@ -37,7 +37,7 @@ def parse_sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptS
     listed: list[tuple[Path, float]] = []
     for word in words:
         name, separator, weight = str(word).rpartition("=")
-        if not separator or Path(word).exists():
+        if not separator or os.path.exists(word):
             listed.append((Path(word), 1.0))
             continue
         try:
@@ -219,7 +219,9 @@ def hold_out(
     kept = [(number, prompt.source in sets) for number, prompt in enumerate(prompts) if prompt.model_input not in inputs]
     others = select(prompts, [number for number, is_of_set in kept if not is_of_set])
     train, heldout = split_off(others) if others else ((), ())
-    of_sets = select(prompts, [number for number, is_of_set in kept if is_of_set])
+    left = {prompt.model_input for prompt in heldout} - {prompt.model_input for prompt in train}
+    numbers = [number for number, is_of_set in kept if is_of_set and prompts[number].model_input not in left]
+    of_sets = select(prompts, numbers)
     return PromptTable(chain(of_sets, train)), PromptTable(chain(heldout_of_sets, heldout))
 
 
@@ -281,6 +283,6 @@ def _locate(path: Path, source: str, media: Mapping[str, str], part: Part) -> It
         for where, line in read_lines(path, f"prompts file {path}"):
             yield where, Prompt(line, source=source)
         return
-    folder = path if path.is_dir() else path.parent
+    folder = path if os.path.isdir(path) else path.parent
     for record in read_rows(path, "prompts file"):
         yield record.where, parse_prompt(record, folder=folder, source=source, media=media)

@@ -63,8 +63,8 @@ def read_rows(path: Path, what: str) -> Iterator[FileRecord]:
         UsageError: the file cannot be read, or a line is not a record; the message names file, line and column.
     """
     label = f"{what} {path}"
-    read = _read_hub if is_hub(path) else _read_data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
-    if read is None and not path.exists():
+    read = _read_hub if is_hub(path) else _read_data_set if os.path.isdir(path) else _FORMATS.get(path.suffix.lower())
+    if read is None and not os.path.exists(path):  # a text may be too long for the name of a file
         text = "" if path.suffix else "; texts go into a file with one per line, or to Job(model, prompts=[...])"
         raise UsageError(f"{label} cannot be read: No such file or directory{text}")
     if read is None:

@@ -17,12 +17,13 @@ from fluvial.engines.run import exports, metrics
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import open_store
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import as_records, list_rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
+from fluvial.engines.run.log.records import read_json
 from fluvial.engines.run.monitoring import diagnostics
 from fluvial.engines.run.monitoring.diagnostics import EvaluationPoint, KeptImages, Probe
 from fluvial.engines.run.monitoring.expected import describe_run, describe_spread, estimate_seconds
@@ -61,6 +62,14 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
         start: Path | str | None = config.checkpoint.resume_from  # None: from the beginning
         if config.resume and (start is None or config is not configured):
             start = checkpoint.find_newest_whole(config.checkpoint_folders, world=world, skipped=progress.say) or start
+        with world.agreed():
+            place = str(config.checkpoint_folder)
+            hint = "it holds checkpoints of another run, such as {path}, which a new run would remove: choose another folder"
+            if config.resume:
+                place = (read_json(config.out / run_folder.CONFIG) or {}).get("checkpoint", {}).get("folder") or place
+                hint = "it holds no checkpoint, and the run has saved {path}: copy its checkpoints there"
+            if others := checkpoint.list_checkpoints(place, recover=False) if start is None else ():
+                raise UsageError("checkpoint.folder", str(config.checkpoint_folder), hint=hint.format(path=others[-1]))
         try:
             with wait_for("building the run"):
                 trainer = Trainer(config, job, world, console=progress.console, stop=stop, resume_from=start)
@@ -68,7 +77,9 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
             error.add_note("while the run was built: lower it by `engine.base` int8, `engine.micro_batch`, or more ranks")
             raise
         with trainer:
-            record = as_record(with_absolute_paths(trainer.config))  # with the micro-batch that was chosen
+            # With the micro-batch that was chosen, and as a new run, so that the record can be trained in another folder.
+            anew = with_values(trainer.config, {"resume": False, "checkpoint.resume_from": None})
+            record = as_record(with_absolute_paths(anew))
             with ExitStack() as stack:
                 done, folder = trainer.engine.updates, None
                 if world.is_main:
@@ -330,7 +341,7 @@ class Training:
         sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
         if self.folder:
             summary["evaluation"] = as_records(list_rows(after.scores, self.folder.find_earlier("before", after.scores)))
-            run_folder.write_json(out / "summary.json", summary)
+            run_folder.write_json(out / run_folder.SUMMARY, summary)
             images.join(out / "samples" / "before-after.png", sheets)
             exports.write_cards(trainer.engine, config, trainer.job.model)
             with wait_for("report"):

@@ -25,13 +25,13 @@ def describe_run(config: TrainConfig, engine: Engine, *, done: int) -> Iterator[
         f"{config.model} with {config.method.method_name}: {_format_count(trained)} of {_format_count(whole)} parameters "
         f"trained ({how}), {ranks} on {world.device.type}"
     )
-    rollouts = (config.updates - done) // config.updates_per_rollout
+    left = max(config.updates - done, 0)
+    rollouts = left // config.updates_per_rollout
     per_update = sampling.batch // config.method.passes.minibatches
     source = f"{sampling.prompts} prompts x {sampling.group} samples, {sampling.steps} steps"
     source = source if config.makes_samples else "given data"
-    batches = f"{rollouts} batch{'es' if rollouts > 1 else ''} of {sampling.batch} ({source})"
-    left = config.updates - done
-    yield f"{left} update{'s' if left > 1 else ''} on {per_update} samples each: {batches}"
+    batches = f"{rollouts} batch{'' if rollouts == 1 else 'es'} of {sampling.batch} ({source})"
+    yield f"{left} update{'' if left == 1 else 's'} on {per_update} samples each: {batches}"
 
 
 def estimate_seconds(config: TrainConfig, seconds: float, *, samples: int) -> float:

@@ -77,6 +77,7 @@ class _Ranks:
                 stdin=subprocess.DEVNULL,
                 pass_fds=sockets,
                 process_group=0,
+                preexec_fn=end_with_parent,  # ranks stop also if SIGKILL ends this process
             )
         )
 

@@ -131,7 +131,7 @@ def _is_marked(out: Path) -> bool:
     return note.is_file() and note.read_text(encoding="utf-8") == os.environ.get(LAUNCH)
 
 
-CONFIG, WARNINGS, TRACKER = "config.json", "warnings.txt", "tracker.json"
+CONFIG, SUMMARY, WARNINGS, TRACKER = "config.json", "summary.json", "warnings.txt", "tracker.json"
 WIDTH = 256  # of a sample, in pixels, about
 
 
@@ -191,6 +191,8 @@ class RunFolder:
         earlier = read_records(self.metrics) if update else ()  # of an interrupted run; an incomplete last line is dropped
         self.records = [record for record in earlier if record["update"] <= update]
         write_json(out / CONFIG, config)
+        if update < config.get("updates", 0):
+            (out / SUMMARY).unlink(missing_ok=True)  # of a run that had ended, and has more updates now
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
         makers = trackers.find_trackers(tracker)
         run = TrackedRun(

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 import shutil
 import sys
 import types
@@ -15,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.cli.train import configure
 
 TAGGED = [("a red fox", "colors"), ("two cats", "counting"), ("an owl", "colors")]
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
@@ -292,8 +294,12 @@ def test_samples_and_preferences_are_drawn_with_a_run_and_its_checkpoints(tmp_pa
     assert drawn["run"] == drawn["checkpoint"] == drawn["weights"]
     assert drawn["run"] != drawn["base"]
     shutil.rmtree(run / "weights")
-    fluvial("preferences", run, "--count", 2, "--group", 4, "--out", tmp_path / "pairs")
-    assert (tmp_path / "pairs" / "preferences.jsonl").is_file()
+    pairs = tmp_path / "pairs of it"
+    said = fluvial("preferences", run, "--count", 2, "--group", 4, "--out", pairs)
+    assert (pairs / "preferences.jsonl").is_file()
+    first, then = (shlex.split(line) for line in said.splitlines()[-2:])
+    assert fluvial(*first[1:-1]).startswith("exported")
+    assert configure("train", then[2:]).pipeline.weights == pairs / "weights"
     assert "--lora has no effect with" in fluvial("sample", run, "--lora", "x", *prompts, code=2)
 
 

@@ -188,7 +188,7 @@ def test_help_shows_the_flags_of_a_field_of_any_type(capsys: pytest.CaptureFixtu
     ("words", "values"),
     [
         (["--model", "a", "--out", "b"], ["a"]),
-        (["--model=a", "--model", "b"], ["b", "a"]),
+        (["--model=a", "--model", "b", "--model=c"], ["a", "b", "c"]),
         (["--model"], []),
         (["--models", "a"], []),
         (["--max_log_ratio", "1", "--model", "x"], ["x"]),

@@ -39,6 +39,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
         (f"sample handwriting --prompts {'a' * 300}.csv", "fluvial: no such file: aaa"),
         ("eval handwriting --prompts typo.jsonl", "typo.jsonl cannot be read: No such file or directory"),
         ("train grpo --prompts typo.txt", "typo.txt cannot be read: No such file or directory"),
+        (f"train grpo --prompts {'a' * 300}=2", "cannot be read: No such file or directory; texts go into a file"),
         ("report ''", "report takes the folder of a run, or of several, got ''"),
         ("config nosuch", "fluvial: config needs the name of a recipe, got 'nosuch'"),
         ("train grpo --config x.toml", "x.toml cannot be read"),
@@ -140,6 +141,8 @@ def test_a_run_that_resumes_may_end_earlier_and_says_so(tmp_path: Path, fluvial:
     resumed = ["train", "grpo", "--resume", "--out", out, "--updates"]
     said = fluvial(*resumed, 1).replace("\n", " ")
     assert "has 2 updates, more than `updates` 1: nothing to train" in said
+    assert "0 updates on 8 samples each: 0 batches of" in said
+    assert json.loads((out / "config.json").read_text())["resume"] is False  # `train config.json` begins anew
     line = fluvial(*resumed, 3, code=2)
     assert "--updates is 3, expected at most 2: the learning rate was planned for 2 updates, and would go from 0 to" in line
     shutil.rmtree(out / "checkpoints")

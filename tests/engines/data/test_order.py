@@ -84,6 +84,8 @@ def test_a_distinct_draw_takes_all_before_one_comes_again(seed: int, size: int, 
     drawn = PromptPool([Prompt(str(i)) for i in range(size)]).draw_distinct(key(seed), count)
     for start in range(0, count, size):
         assert len({*drawn[start : start + size]}) == min(size, count - start)
+    again = PromptPool([Prompt(str(i)) for i in range(30)]).draw_distinct(key(seed), 60)
+    assert again[:30] != again[30:]  # each time in another order
 
 
 def test_draws_are_uniform() -> None:

@@ -125,12 +125,13 @@ def test_a_run_trains_on_one_part_and_holds_out_the_other() -> None:
 
 
 def test_a_set_stands_beside_a_file(tmp_path: Path) -> None:
-    """Every tenth prompt of the file is held out, and the held-out part of the set."""
+    """Every tenth prompt of the file is held out, also where the set has it too, and the held-out part of the set."""
     file = tmp_path / "own.txt"
-    file.write_text("".join(f"prompt {number}\n" for number in range(20)))
+    shared, *_ = (record["prompt"] for record in of("animals", "train"))
+    file.write_text(f"{shared}\n" + "".join(f"prompt {number}\n" for number in range(1, 20)))
     words = [str(file), "@animals"]
     train, heldout = hold_out(read_sources(words, check=anything)[0], words, check=anything)
-    assert [prompt.text for prompt in heldout if prompt.source == "own"] == ["prompt 0", "prompt 10"]
+    assert [prompt.text for prompt in heldout if prompt.source == "own"] == [shared, "prompt 10"]
     assert len([prompt for prompt in heldout if prompt.source == "@animals"]) == CONTENTS["animals"][1]
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in heldout}
 

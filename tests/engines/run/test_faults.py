@@ -326,11 +326,14 @@ def test_what_a_restart_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package that is missing, and a place that refuses; the run can be started again."""
+    """A package that is missing, a place that refuses, and one of another run; the run can be started again."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.setattr(training, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
     (tmp_path / "file").write_text("")
-    for place, says in (("s3://bucket/run", "cannot be used: Install s3fs"), (f"{tmp_path}/file/run", "cannot be written")):
+    (tmp_path / "taken" / "000040").mkdir(parents=True)
+    places = {"s3://bucket/run": "cannot be used: Install s3fs", f"{tmp_path}/file/run": "cannot be written"}
+    places[f"{tmp_path}/taken"] = "checkpoints of another run, such as .*/taken/000040, which a new run would remove"
+    for place, says in places.items():
         refuses(says, train, config(tmp_path / "run", **{"checkpoint.folder": place}))
         assert not (tmp_path / "run" / "config.json").exists()
 
@@ -358,6 +361,8 @@ def test_a_storage_that_fails_later_loses_nothing(
     train(replace(asked, updates=4, resume=True))
     assert checkpoint.list_newest_first(asked.checkpoint_folders) == [f"{url}/000004"]
     assert launch.weights(out) == launch.weights(alone)
+    elsewhere = config(out, updates=4, resume=True, **{"checkpoint.folder": f"{tmp_path}/elsewhere"})
+    refuses(f"elsewhere': it holds no checkpoint, and the run has saved {url}/000004: copy its", train, elsewhere)
     MemoryFileSystem().rm("/", recursive=True)
 
 

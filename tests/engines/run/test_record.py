@@ -156,6 +156,9 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = configure("train", ["grpo", *words])
     assert (found.model, found.out, found.checkpoint.folder) == (f"{tmp_path}/m", tmp_path / "run", f"{tmp_path}/c")
     assert (found.prompts, found.rewards) == ((f"{tmp_path}/a.txt=2", "b~.txt"), (f"x:weights={tmp_path}/w",))
+    (tmp_path / "lr.toml").write_text('recipe = "grpo"\nout = "~/sweep"\noptimizer.lr = [1.0]\n')
+    assert configure("train", [str(tmp_path / "lr.toml")]).out == tmp_path / "sweep" / "lr=1"
+    refuses(f"{tmp_path}/run holds no run to resume", configure, "train", ["grpo", "--out=~/run", "--resume"])
     refuses(r"checkpoint\.folder is '', expected a folder or a URL", configure, "train", ["grpo", "--checkpoint.folder", ""])
 
 

@@ -28,8 +28,10 @@ def options(one: World, update: int, keep: int = 5) -> dict[str, Any]:
     return {"meta": meta, "update": update, "fingerprint": FINGERPRINT, "world": one, "keep": keep}
 
 
-def save(folder: checkpoint.Folder, one: World, *, update: int, keep: int = 5) -> checkpoint.Folder:
-    return checkpoint.save(folder, state(float(update)), **options(one, update, keep))
+def save(
+    folder: checkpoint.Folder, one: World, *, update: int, keep: int = 5, spare: int | None = None
+) -> checkpoint.Folder:
+    return checkpoint.save(folder, state(float(update)), **options(one, update, keep), spare=spare)
 
 
 def load(path: Path | str, one: World, **changed: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -54,11 +54,13 @@ def test_a_setting_that_differs_is_named(tmp_path: Path, one: World, there: dict
     ],
 )
 def test_the_newest_are_kept(folder: Path | str, one: World, updates: list[int], keep: int, left: list[str]) -> None:
-    """Older ones go only after the newer is there; nothing else is left behind."""
+    """Older ones go only after the newer is there, except a spare one; nothing else is left behind."""
     for update in updates:
         save(folder, one, update=update, keep=keep)
     assert found(folder) == left
     assert last(checkpoint.list_checkpoints(folder)[-1]) == left[-1]
+    save(folder, one, update=updates[-1] + 9, keep=1, spare=int(left[0]))
+    assert {*found(folder)} == {left[0], f"{updates[-1] + 9:06d}"}
 
 
 def test_saving_an_update_again_replaces_it(folder: Path | str, one: World) -> None:

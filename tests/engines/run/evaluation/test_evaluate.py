@@ -37,7 +37,7 @@ def test_every_prompt_has_as_many_samples_within_the_largest_number(prompts: int
     assert len(set(plan.ids)) == len(set(plan.names)) == len(plan.ids)
     assert len(places) == (prompts if most is None else min(prompts, max(most // seeds, 1)))
     assert len(set(places)) == len(places)
-    assert max((b - a for a, b in pairwise(places)), default=0) <= -(-prompts // len(places))
+    assert max(b - a for a, b in pairwise([*places, prompts])) <= -(-prompts // len(places))
     whole = dict(zip(plan_every_prompt(prompts, seeds + 1).names, plan_every_prompt(prompts, seeds + 1).ids, strict=True))
     assert all(whole[name] == number for name, number in zip(plan.names, plan.ids, strict=True))
 
@@ -53,6 +53,7 @@ def test_more_seeds_and_further_prompts_leave_samples_as_they_are(one: World) ->
     few, many = found(one, seeds=2), found(one, [*TAGGED, "3"], seeds=3)
     scores = dict(zip(many.scores.names, many.scores.values, strict=True))
     assert len(few.scores.names) == 6
+    assert len(found(one, seeds=2, show=4).images) == 4  # of the six
     for name, value in zip(few.scores.names, few.scores.values, strict=True):
         assert torch.equal(scores[name], value)
 

@@ -164,13 +164,14 @@ def test_config_prints_what_differs_and_all_has_a_help_for_each(fluvial: Any) ->
 
 def test_a_list_is_a_run_of_each_value_unless_the_setting_is_a_list(tmp_path: Path) -> None:
     text = "recipe: grpo\noptimizer.lr: 3e-4\nsampling.window: [all, {kind: random, size: 2, high: 5}]\n"
-    text += "prompts: [a.txt, b.txt]\nrewards: [[characters], [machine=0.5, likeness]]\n"
+    text += "prompts: [a.txt, b.txt]\nrewards: [[characters], [machine=0.5, likeness]]\ncheckpoint.folder: s3://b/c/\n"
     found = configure_all("train", [str(written(tmp_path, text)), "--out", str(tmp_path / "runs")])
     assert len(found) == len({each.config.out for each in found}) == 4
     first, last = found[0], found[-1]
     assert [each.config.method.sampling.window.kind for each in (first, last)] == ["all", "random"]
     assert first.name == "window=all,rewards=characters"
     assert last.config.out == tmp_path / "runs" / "window=random+2+5,rewards=machine-0.5+likeness"
+    assert last.config.checkpoint.folder == "s3://b/c/window=random+2+5,rewards=machine-0.5+likeness"
     assert (last.config.optimizer.lr, last.config.rewards) == (3e-4, ("machine=0.5", "likeness"))
     assert {each.config.prompts for each in found} == {("a.txt", "b.txt")}
 
@@ -197,11 +198,14 @@ def test_a_sweep_trains_each_run_and_goes_on_where_it_was_left(
     for config in trained[:2]:
         config.out.mkdir(parents=True)
         (config.out / "config.json").write_text(json.dumps(as_record(config)))
-    (trained[0].out / "summary.json").write_text("{}")
+    (trained[0].out / "summary.json").write_text('{"updates": 100}')
     del trained[:]
     said = fluvial(*words, "--resume")
     assert [(config.optimizer.lr, config.resume) for config in trained] == [(2e-4, True), (3e-4, False)]
     assert f"fluvial report {tmp_path / 'runs'}/*" in said
+    del trained[:]
+    fluvial(*words, "--resume", "--updates", "200")
+    assert [config.updates for config in trained] == [200, 200, 200]
     assert "describes 3 runs" in fluvial("train", path, "--dry-run", code=2)
 
 

@@ -113,14 +113,20 @@ def started(folder: Path, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-P", "-c", textwrap.dedent(code)], start_new_session=True, **options)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_each_rank_once(tmp_path: Path, number: signal.Signals) -> None:
-    """Whoever sends it to the command alone."""
+@pytest.mark.parametrize(
+    ("number", "arrives", "code"),
+    [(signal.SIGINT, signal.SIGINT, 0), (signal.SIGTERM, signal.SIGTERM, 0), (signal.SIGKILL, signal.SIGTERM, -9)],
+)
+def test_a_signal_reaches_each_rank_once(tmp_path: Path, number: signal.Signals, arrives: signal.Signals, code: int) -> None:
+    """Whoever sends it to the command alone; SIGKILL leaves no rank behind."""
     command = started(tmp_path, stdin=subprocess.DEVNULL)
     wait_for(tmp_path, 2)
     command.send_signal(number)
-    assert command.wait(60) == 0
-    assert read(tmp_path, 2) == [f"[{int(number)}]"] * 2
+    assert command.wait(60) == code
+    while not all((tmp_path / str(rank)).exists() for rank in range(2)):  # at most 30 s, see COUNTS
+        time.sleep(0.05)
+    time.sleep(0.1)
+    assert read(tmp_path, 2) == [f"[{int(arrives)}]"] * 2
 
 
 def test_ctrl_c_in_a_terminal_reaches_each_rank_once(tmp_path: Path) -> None:

@@ -66,7 +66,10 @@ def test_what_is_no_point_of_a_tracker(tmp_path: Path) -> None:
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     """Also a last line that was cut short, and a record that is logged again."""
     (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(UPDATE)}\n{{"update": 2, "loss": 1.0}}\n{{"update": 3, "lo')
-    folder = RunFolder(tmp_path, {}, update=1)
+    (tmp_path / "summary.json").write_text("{}")  # of its end: with more updates now, it has not ended
+    folder = RunFolder(tmp_path, {"updates": 2}, update=1)
+    assert not (tmp_path / "summary.json").exists()
+    assert records(tmp_path) == [UPDATE]
     folder.log(dict(UPDATE))
     folder.log({"update": 2, "loss": 2.0})
     folder.close()
