@@ -85,7 +85,7 @@ CASES: list[Case] = [
     (lambda: gaussian.mean(STEP, X, OTHER), ValueError, r"mean: v has shape \[3, 5\], expected \[3, 4\]"),
     (lambda: gaussian.sample(STEP, X, X, FIRST), ValueError, r"sample: noise has shape \[1, 4\]"),
     (lambda: gaussian.log_prob(STEP, X, X, FIRST), ValueError, r"log_prob: x_next has shape \[1, 4\]"),
-    (lambda: gaussian.draw(STEP, X, X, X, reduction="median"), ValueError, "draw: reduction is 'median'"),  # type: ignore[arg-type]
+    (lambda: gaussian.draw(STEP, X, X, X, reduction="median"), ValueError, "draw: reduction is 'median'"),
     (lambda: guard(dt=torch.ones(1)), ValueError, r"guard_surrogate: dt has shape \[1\], expected \[\] or \[3\]"),
     (lambda: guard(v_old=FIRST), ValueError, r"v_ref has shape \[1, 4\], expected \[3, 4\]"),
     (lambda: guard(clip=-1.0), ValueError, r"guard_surrogate: clip is -1"),
