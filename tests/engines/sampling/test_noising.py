@@ -262,7 +262,8 @@ def test_rows_have_the_levels_of_their_own_schedules(levels: Any) -> None:
         assert torch.equal(apart.level[:, row], columns[(plain.levels == one.level[:, None]).long().argmax(1), row])
         torch.testing.assert_close(apart.x[:, row], (1 - level) * x0.repeat(2, 1, 1, 1)[:, row] + level * noise[:, row])
     assert torch.equal(apart.find_parts(columns), one.find_parts(plain.levels))
-    assert one._replace(level=torch.tensor([0.0, 0.1, 0.95, 1.0])).find_parts(plain.levels).int().argmax(1).tolist() == [0, 1, 9, 9]
+    parts = one._replace(level=torch.tensor([0.0, 0.1, 0.95, 1.0])).find_parts(plain.levels)
+    assert parts.int().argmax(1).tolist() == [0, 1, 9, 9]
     refuses(
         "is 'continuous', expected schedule or stratified: the pieces", noised, columns, NoisingConfig(2, ContinuousLevels())
     )
