@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig
 
 DRY_RUN, PRESET, CONFIG = "--dry-run", "--preset", "--config"
+CHOSEN = {"out", "checkpoint.folder", "engine.fit", "engine.micro_batch"}  # a run may record others than its file states
 
 
 def run(args: list[str]) -> None:
@@ -227,7 +228,7 @@ def _complete(
         if folder is not None and (not resumes or find_values(flags, "--checkpoint.folder")):  # not as recorded
             config = replace(config, checkpoint=replace(config.checkpoint, folder=f"{folder.rstrip('/')}/{label}"))
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
-    for line in _list_notes(name, configured, config, flags, resumes=resumes, gpus=gpus):
+    for line in _list_notes(name, base, configured, config, flags, resumes=resumes, gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)
     return ConfiguredRun(name, base, config, label)
 
@@ -251,15 +252,31 @@ def _apply_preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainCo
 
 
 def _list_notes(
-    name: str, configured: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool, gpus: int
+    name: str,
+    base: "TrainConfig",
+    configured: "TrainConfig",
+    config: "TrainConfig",
+    flags: Sequence[str],
+    *,
+    resumes: bool,
+    gpus: int,
 ) -> Iterator[str]:
     """Yield notes on defaults that may surprise, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
     if resumes:
-        if configured.method.sampling.sampler.kind != config.method.sampling.sampler.kind:
-            kinds = f"{config.method.sampling.sampler.kind} there, {configured.method.sampling.sampler.kind} in {name}"
-            yield f"{config.out} keeps its recorded settings, which differ from those of {name}: sampling.sampler {kinds}"
+        from fluvial.engines.run.files.write import list_differences, list_settings
+        from fluvial.engines.run.record import with_absolute_paths
+
+        stated = {*list_differences(configured, base), "sampling.sampler"} - CHOSEN
+        recorded = {field: value for field, value, _ in list_settings(config)}
+        kept = [
+            f"{field} {recorded.get(field)} there, {value} asked for"
+            for field, value in list_differences(with_absolute_paths(configured), config).items()
+            if field in stated and not find_values(flags, f"--{field}")
+        ]
+        if kept:
+            yield f"{config.out} keeps its recorded settings, unless flags change them: {'; '.join(kept)}"
         return
     yield from _note_differences(name, config, gpus)
     lora = config.lora

@@ -158,8 +158,14 @@ def test_a_recipe_of_another_objective_or_sampler_and_a_run(
     assert "holds a run with the method grpo, and nft has nft" in fluvial("train", "nft", *resumes, code=2)
     assert not trained
     assert cli.run(["train", "cps", *resumes]) == 0
-    assert "sampling.sampler flow_sde there, cps in cps" in launch.one_line(capfd.readouterr().err)
+    assert "sampling.sampler flow_sde there, cps asked for" in launch.one_line(capfd.readouterr().err)
     assert trained[0].method.sampling.sampler.kind == "flow_sde"
+    file = tmp_path / "run.toml"  # changed since
+    file.write_text(f'recipe = "grpo"\nout = "{tmp_path}/run"\nupdates = 8\nseed = 0\n')
+    assert cli.run(["train", str(file), "--resume"]) == 0
+    assert "updates 100 there, 8 asked for" in launch.one_line(capfd.readouterr().err)
+    assert cli.run(["train", str(file), "--resume", "--updates", "8"]) == 0
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
