@@ -49,8 +49,8 @@ BOUNDS = {
     "names of several classes": 0,
     "files of engines/engine": 9,
     "lines of engines/engine": 2384,
-    "lines of the product": 75279,
-    "lines of the tests": 64664,
+    "lines of the product": 75296,
+    "lines of the tests": 64672,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name

@@ -107,6 +107,7 @@ CASES: list[Case] = [
     (lambda: preference(S, GROUP, S, S), TypeError, "dpo_loss: err_lose is torch.int64"),
     (lambda: preference(S, S, S, S, beta=0.0), ValueError, "dpo_loss: beta is 0.0"),
     (lambda: preference(S, S[:1], S, S), ValueError, r"dpo_loss: err_lose has shape \[1\]"),
+    (lambda: dpo.kto_loss(S, S, S, beta=1.0, utility="relu"), ValueError, "kto_loss: utility is 'relu'"),
     (lambda: dpo.best_and_worst(X, GROUP), ValueError, r"best_and_worst: reward has shape \[3, 4\]"),
     (lambda: dpo.best_and_worst(S, GROUP[:2]), ValueError, r"best_and_worst: group has shape \[2\], expected \[3\]"),
     (lambda: dpo.best_and_worst(S, S), TypeError, "best_and_worst: group is torch.float32"),
