@@ -269,7 +269,7 @@ class HeadGan:
 
         def critic_loss(v: Tensor, rows: Any) -> tuple[Tensor, CriticInfo]:
             generated = rows.predictions["head"]
-            real = run.read_head(noisy, rows._replace(x=rows.predictions["image"]), network)
+            real = run.predict_head(noisy, rows._replace(x=rows.predictions["image"]), network)
             error, info = loss(v, rows)
             diagnostics = CriticInfo(info.error, generated.detach().sigmoid(), real.detach().sigmoid())
             return error + self.critic_weight * discriminator_loss(generated, real), diagnostics

@@ -217,7 +217,7 @@ class Run(Rollouts):
         module = self.networks.trained.get(network, self.engine).module
         return self._predict(module, rows, self.networks.condition(network, items.cond))
 
-    def read_head(self, items: Items, rows: Rows, network: str) -> Tensor:
+    def predict_head(self, items: Items, rows: Rows, network: str) -> Tensor:
         """Return the output of a trained network's head at rows of items, `[P]`, with gradient."""
         module, cond = self.networks.trained[network].module, self.networks.condition(network, items.cond)
         output: Tensor = self._predict_with_head(network, module, rows, cond)[1].predictions["head"]

@@ -78,8 +78,8 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
             raise
         with trainer:
             # With the micro-batch that was chosen, and as a new run, so that the record can be trained in another folder.
-            anew = with_values(trainer.config, {"resume": False, "checkpoint.resume_from": None})
-            record = as_record(with_absolute_paths(anew))
+            new_run = with_values(trainer.config, {"resume": False, "checkpoint.resume_from": None})
+            record = as_record(with_absolute_paths(new_run))
             with ExitStack() as stack:
                 done, folder = trainer.engine.updates, None
                 if world.is_main:

@@ -142,7 +142,7 @@ def test_a_run_that_resumes_may_end_earlier_and_says_so(tmp_path: Path, fluvial:
     said = fluvial(*resumed, 1).replace("\n", " ")
     assert "has 2 updates, more than `updates` 1: nothing to train" in said
     assert "0 updates on 8 samples each: 0 batches of" in said
-    assert json.loads((out / "config.json").read_text())["resume"] is False  # `train config.json` begins anew
+    assert json.loads((out / "config.json").read_text())["resume"] is False  # `train config.json` is a new run
     line = fluvial(*resumed, 3, code=2)
     assert "--updates is 3, expected at most 2: the learning rate was planned for 2 updates, and would go from 0 to" in line
     shutil.rmtree(out / "checkpoints")

@@ -213,7 +213,7 @@ def test_the_students_term_is_the_gradient_through_the_fake(one: World) -> None:
 
         x0 = (items.rows.x - items.rows.level.view(-1, 1, 1, 1) * items.rows.predictions["old"]).requires_grad_()
         rows = method.gan.differentiate_head(run, items, x0.detach(), noise, "fake").rows
-        judged = run.read_head(items, noise(x0).rows, "fake")
+        judged = run.predict_head(items, noise(x0).rows, "fake")
         loss = torch.nn.functional.softplus(-judged)
         assert_close(rows.predictions["head_loss"], loss.detach())
         (want,) = torch.autograd.grad(loss.sum(), x0)

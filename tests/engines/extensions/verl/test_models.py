@@ -158,7 +158,7 @@ def test_an_update_of_any_model_is_fluvials_own(
 
 @pytest.mark.long
 def test_a_replayed_pipeline_takes_the_levels_and_the_negative_prompt_of_the_rollout(tmp_path: Path) -> None:
-    """Its velocity is known at the schedule's levels alone, so noise is drawn there; a negative prompt opens it anew."""
+    """Its velocity is known at the schedule's levels alone, so noise is drawn there; a negative prompt opens it again."""
     kind, path = KINDS["replayed"], tmp_path / "model"
     kind.save(path)
     made, raw = rollout(kind, path)
